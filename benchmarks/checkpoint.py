@@ -80,7 +80,7 @@ class _UncheckedReader(CheckpointReader):
     """Reader that does not compare checksums, to measure their cost."""
 
     def _read_bytes(self, piece: StoredPiece, begin: int, out: memoryview) -> None:
-        self._pread(self._open(piece.file), piece, begin, out)
+        os.preadv(self._open(piece.file), [out], piece.start + begin)
 
 
 class Contest:

@@ -342,11 +342,7 @@ CHECKPOINT_TO_PARAMETER = _in(
             f"{_CORE}/dist_checkpointing/serialization.py",
             "load",
         ),
-        _in(
-            f"{_TRAINING}/checkpointing/load.py",
-            "restore_rank_state",
-            _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "set_rng_state"),
-        ),
+        _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "set_rng_state"),
     ),
     _in(f"{_TRAINING}/runtime/context.py", "TrainState.load"),
 )

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 Json: TypeAlias = "None | bool | int | float | str | Sequence[Json] | Mapping[str, Json]"
 JsonObject = dict[str, Any]  # parsed
+Shape = tuple[int, ...]  # sizes, or the position of an element: one number per dimension
 Arguments = Mapping[str, Any]  # the command line of a run: dest -> value
 StateDict = dict[str, Any]  # with Megatron-LM's nesting
 # Nested dicts and lists of any type; code that walks them checks the type of each entry.

@@ -42,7 +42,6 @@ from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import (
     PendingSave,
     SaveResult,
-    Verdict,
     complete,
     conclude,
     not_written,
@@ -148,7 +147,7 @@ class BackgroundSave:
         self._group = group
         self._copied = threading.Event()
         self._writing = _begin(partial(self._copy_and_write, buffer, device.side_stream()), start)
-        self._completing: Future[Verdict | None] | None = None
+        self._completing: Future[JsonObject | None] | None = None
 
     def wait_for_copies(self) -> None:
         """Wait until the tensors are copied and the optimizer may change them.  Not collective."""
@@ -235,7 +234,7 @@ def finish_apart(
     return None
 
 
-def _put(store: RunStore, name: str, value: JsonObject | Verdict | None) -> None:
+def _put(store: RunStore, name: str, value: JsonObject | None) -> None:
     store.set(f"{_APART}/{name}", json.dumps(value))
 
 

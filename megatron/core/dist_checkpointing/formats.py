@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 
@@ -169,37 +170,90 @@ def _write_tensors(
         }
     if not boxes:
         return
-    named = [_lazy(tensor, piece) for tensor, piece in boxes]
+    named = [
+        LazyTensor(
+            piece_name(tensor.key, tensor.global_shape, piece.offset, piece.shape),
+            tensor.dtype,
+            piece.shape,
+            partial(_values, tensor, piece),
+        )
+        for tensor, piece in boxes
+    ]
     origin = {"iteration": str(rank_save.iteration), "attempt": rank_save.attempt, "file": name}
     report.files[name], places = write_file(
         rank_save.folder / name, named, {"format": "pt", **origin}, rank_save.iteration
     )
-    for (tensor, piece), written in zip(boxes, places, strict=True):
-        entry = PieceEntry(
-            file=name,
-            offset=list(piece.offset),
-            shape=list(piece.shape),
-            start=written.start,
-            num_bytes=written.num_bytes,
-            crc32=written.crc32,
-        )
-        report.tensors[tensor.key]["pieces"].append(entry)
+    for (tensor, piece), place in zip(boxes, places, strict=True):
+        box = {"file": name, "offset": list(piece.offset), "shape": list(piece.shape)}
+        report.tensors[tensor.key]["pieces"].append(cast(PieceEntry, {**box, **place}))
+
+
+def _values(tensor: ShardedTensor, piece: Piece | LazyPiece) -> Tensor:
+    """Return the values of ``piece`` in the dtype of the file."""
+    return piece.data.to(tensor.dtype)
 
 
 def _write_or_link(
     rank_save: RankSave, name: str, tensors: Sequence[ShardedTensor], report: RankReport
 ) -> None:
     """Write the file ``name``, or link that of the newest checkpoint if it is equal."""
-    hashes = hashes_of(tensors)
-    linked = link_unchanged(rank_save.folder, name, tensors, hashes)
-    if linked is not None:
-        entries, report.files[name] = linked
-        report.tensors.update(entries)
+    # The first 128 bits of the SHA-256 of each piece, in hex.
+    hashes = {
+        t.key: [hashlib.sha256(bytes_of(_values(t, piece))).hexdigest()[:32] for piece in t.pieces]
+        for t in tensors
+    }
+    if _link_unchanged(rank_save.folder, name, tensors, hashes, report):
         return
     _write_tensors(rank_save, name, tensors, report)
     for key, pieces in hashes.items():
         for entry, hash in zip(report.tensors[key]["pieces"], pieces, strict=True):
             entry["sha256_128"] = hash
+
+
+def _link_unchanged(
+    folder: Path,
+    name: str,
+    tensors: Sequence[ShardedTensor],
+    hashes: Mapping[str, list[str]],
+    report: RankReport,
+) -> bool:
+    """Link the file of the newest checkpoint beside ``folder`` that has exactly these pieces.
+
+    Adds it to ``report``.  Returns False if there is no such file or it cannot be linked; the
+    caller then writes the tensors.
+    """
+    try:
+        tracker = read_tracker(folder.parent)
+        if tracker is None:
+            return False
+        previous = folder.parent / folder_name(tracker.iteration)
+        manifest = read_manifest(previous)
+        if manifest is None:
+            return False
+        data = read_checked(previous, INDEX, manifest)
+        index: dict[str, TensorEntry] = json_object(data, str(previous / INDEX))["tensors"]
+        found = {t.key: _pieces(index[t.key], t, hashes[t.key]) for t in tensors}
+        (old,) = {piece["file"] for pieces in found.values() for piece in pieces}
+        read_checked(previous, old, manifest)
+        os.link(previous / old, folder / name)
+    except (OSError, CheckpointError, AttributeError, KeyError, TypeError, ValueError):
+        return False
+    for key, pieces in found.items():
+        renamed: list[PieceEntry] = [{**piece, "file": name} for piece in pieces]
+        report.tensors[key] = {**index[key], "pieces": renamed}
+    report.files[name] = manifest.files[old]
+    return True
+
+
+def _pieces(stored: TensorEntry, tensor: ShardedTensor, hashes: Sequence[str]) -> list[PieceEntry]:
+    """Return the stored pieces that match ``tensor``, in its order; KeyError if one is missing."""
+    if stored["dtype"] != DTYPE_NAMES[tensor.dtype]:
+        raise KeyError(tensor.key)
+    known = {
+        (tuple(p["offset"]), tuple(p["shape"]), p.get("sha256_128")): p for p in stored["pieces"]
+    }
+    wanted = zip(tensor.pieces, hashes, strict=True)
+    return [known[piece.offset, piece.shape, hash] for piece, hash in wanted]
 
 
 def write_common_files(
@@ -257,69 +311,6 @@ def check_written_once(key: str, entry: TensorEntry) -> None:
         raise CheckpointError(f"{key}: two ranks wrote the same part of it")
     if written < wanted:
         raise CheckpointError(f"{key}: {wanted - written} of its {wanted} elements have no writer")
-
-
-def _lazy(tensor: ShardedTensor, piece: Piece | LazyPiece) -> LazyTensor:
-    """Return ``piece`` converted to the dtype of the file."""
-
-    def make() -> Tensor:
-        return piece.data.to(tensor.dtype)
-
-    name = piece_name(tensor.key, tensor.global_shape, piece.offset, piece.shape)
-    return LazyTensor(name, tensor.dtype, piece.shape, make)
-
-
-def hashes_of(tensors: Sequence[ShardedTensor]) -> dict[str, list[str]]:
-    """Return, by key, the first 128 bits of the SHA-256 of each piece, in hex."""
-    return {
-        tensor.key: [
-            hashlib.sha256(bytes_of(piece.data.to(tensor.dtype))).hexdigest()[:32]
-            for piece in tensor.pieces
-        ]
-        for tensor in tensors
-    }
-
-
-def link_unchanged(
-    folder: Path, name: str, tensors: Sequence[ShardedTensor], hashes: Mapping[str, list[str]]
-) -> tuple[dict[str, TensorEntry], FileEntry] | None:
-    """Link the file of the newest checkpoint beside ``folder`` that has exactly these pieces.
-
-    Returns their index entries and the file's entry.  Returns None if there is no such file or it
-    cannot be linked; the caller then writes the tensors.
-    """
-    try:
-        tracker = read_tracker(folder.parent)
-        if tracker is None:
-            return None
-        previous = folder.parent / folder_name(tracker.iteration)
-        manifest = read_manifest(previous)
-        if manifest is None:
-            return None
-        data = read_checked(previous, INDEX, manifest)
-        index: dict[str, TensorEntry] = json_object(data, str(previous / INDEX))["tensors"]
-        found = {t.key: _pieces(index[t.key], t, hashes[t.key]) for t in tensors}
-        (old,) = {piece["file"] for pieces in found.values() for piece in pieces}
-        read_checked(previous, old, manifest)
-        os.link(previous / old, folder / name)
-    except (OSError, CheckpointError, AttributeError, KeyError, TypeError, ValueError):
-        return None
-    entries: dict[str, TensorEntry] = {
-        key: {**index[key], "pieces": [{**piece, "file": name} for piece in pieces]}
-        for key, pieces in found.items()
-    }
-    return entries, manifest.files[old]
-
-
-def _pieces(stored: TensorEntry, tensor: ShardedTensor, hashes: Sequence[str]) -> list[PieceEntry]:
-    """Return the stored pieces that match ``tensor``, in its order; KeyError if one is missing."""
-    if stored["dtype"] != DTYPE_NAMES[tensor.dtype]:
-        raise KeyError(tensor.key)
-    known = {
-        (tuple(p["offset"]), tuple(p["shape"]), p.get("sha256_128")): p for p in stored["pieces"]
-    }
-    wanted = zip(tensor.pieces, hashes, strict=True)
-    return [known[piece.offset, piece.shape, hash] for piece, hash in wanted]
 
 
 _HERE = "megatron.core.dist_checkpointing"

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
+from megatron.core.config.value_types import Shape
 from megatron.core.dist_checkpointing.mapping import LazyPiece, Piece, ShardedTensor
 
 # Odd 64-bit constants, written as signed integers because torch.int64 is signed.
@@ -50,7 +51,7 @@ def hash_of_all(tensors: Iterable[ShardedTensor], group: ProcessGroup) -> int:
     return int(total) % 2**64
 
 
-def _blocks(piece: Piece | LazyPiece, whole: tuple[int, ...]) -> Iterable[tuple[Tensor, Tensor]]:
+def _blocks(piece: Piece | LazyPiece, whole: Shape) -> Iterable[tuple[Tensor, Tensor]]:
     """Yield chunks of a piece along its first dimension: global element indices, values."""
     values = piece.data
     values = values if values.dim() else values.reshape(1)

@@ -23,11 +23,12 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from math import prod
 from operator import methodcaller
 from pathlib import Path
@@ -41,7 +42,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.folders import CheckpointFolder, folder_name, published
+from megatron.core.dist_checkpointing.folders import folder_name, published
 from megatron.core.dist_checkpointing.formats import SAFETENSORS_DIST, Contents, write_common_files
 from megatron.core.dist_checkpointing.manifest import (
     SAVE,
@@ -59,8 +60,8 @@ from megatron.core.dist_checkpointing.mapping import (
     to_write,
     weights_then_state,
 )
-from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, bytes_of
+from megatron.core.dist_checkpointing.reader import CheckpointReader, StoredBox
+from megatron.core.dist_checkpointing.safetensors_file import bytes_of, dtype_name, piece_name
 from megatron.core.dist_checkpointing.serialization import (
     REPORTED,
     SaveFailed,
@@ -124,54 +125,54 @@ def save_local(
         tensors=[replace(tensor, replica=Replica()) for tensor in chosen],
         layout={**contents.layout, SAVE: name},
     )
-    folder = part_root(root, rank) / folder_name(iteration)
+    folder: Path | None = part_root(root, rank) / folder_name(iteration)
     errors: list[str] = []
     try:
         save(part_root(root, rank), iteration, mine, None, format=_PART)
     except SaveFailed as error:
         errors.append(str(error))
+        folder = None
     for distance in range(1, replication.copies + 1):
-        problem = _replicate(
-            root, None if errors else folder, distance * replication.jump, name, group
-        )
-        errors += [problem] if problem else []
+        errors += _replicate(root, folder, distance * replication.jump, name, group)
     reports = gather_json(errors, group)
     found = [f"rank {r}: {e}" for r, report in enumerate(reports or []) for e in report]
     failed = broadcast_json(shorten(found), group)
-    if failed:
-        _delete_parts(root, lambda parts: [f for f in parts if _is_of(f.manifest, name)], iteration)
-        raise SaveFailed(save_failed(root, iteration, failed))
-    _delete_parts(
-        root,
-        lambda parts: [f for f in parts if f.problem is None and not _is_of(f.manifest, name)],
-        iteration,
-    )
-    return SaveResult(root / folder_name(iteration), iteration)
-
-
-def _delete_parts(
-    root: Path, chosen: Callable[[list[CheckpointFolder]], list[CheckpointFolder]], iteration: int
-) -> None:
-    """Delete parts in this node's directory; a later save deletes those that remain."""
+    # The parts of this save if it failed, else all other readable ones.
     for _, parts in part_roots(root):
-        for found in chosen(published(parts)):
-            with suppress(OSError):  # another rank of this node may have deleted it
-                commit.retire(found.folder, commit.attempt_id(), iteration)
+        for part in published(parts):
+            if part.manifest and _is_of(part.manifest, name) is bool(failed):
+                with suppress(OSError):  # another rank of this node may have deleted it
+                    commit.retire(part.folder, commit.attempt_id(), iteration)
+    if failed:
+        raise SaveFailed(save_failed(root, iteration, failed))
+    return SaveResult(root / folder_name(iteration), iteration)
 
 
 def _replicate(
     root: Path, folder: Path | None, distance: int, save_name: SaveName, group: ProcessGroup
-) -> str | None:
+) -> list[str]:
     """Send ``folder`` to the rank ``distance`` after this one; store the folder received.
 
-    Collective.  Returns an error message or None; ``folder`` None sends nothing.
+    Collective.  ``folder`` None sends nothing.  Returns an error message, or nothing: peers wait
+    for this rank's next send/receive, so an error is not raised.
     """
     size, rank = group.size(), group.rank()
     to, source = (rank + distance) % size, (rank - distance) % size
     files = sorted((path.name, path.stat().st_size) for path in folder.iterdir()) if folder else []
-    name = None if folder is None else folder.name
-    their_name, their_files = all_gather_json((name, files), group)[source]
-    copy = _Copy(part_root(root, source), their_name, save_name)
+    their_name, their_files = all_gather_json((folder and folder.name, files), group)[source]
+    final = part_root(root, source) / (their_name or "nothing")
+    temporary = final.with_name(f"{final.name}.tmp-{commit.attempt_id()}")
+    is_wanted = their_name is not None and not _holds_save(final, save_name)
+    errors: list[str] = []
+
+    def store(action: Callable[[], object]) -> None:
+        if is_wanted and not errors:
+            try:
+                action()
+            except REPORTED as error:
+                errors.append(f"copy of {final}: {error}")
+
+    store(partial(_new_folder, temporary))
     for mine, theirs in zip_longest(_chunks(files), _chunks(their_files)):
         operations: list[dist.P2POp] = []
         if mine is not None and folder is not None:
@@ -183,8 +184,30 @@ def _replicate(
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         if theirs is not None:
-            copy.add(theirs[0], got)
-    return copy.finish()
+            store(partial(_append, temporary / theirs[0], got))
+    store(partial(_publish, temporary, final))
+    shutil.rmtree(temporary, ignore_errors=True)
+    return errors
+
+
+def _new_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _append(path: Path, data: Tensor) -> None:
+    fault_point("save.copy")
+    with open(path, "ab") as file:
+        file.write(bytes_of(data))
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    for path in temporary.iterdir():
+        adopt_file(path)
+    fsync_folder(temporary)
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.rename(final)
+    fsync_folder(final.parent)
 
 
 def _chunks(files: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:
@@ -200,53 +223,6 @@ def _read(folder: Path, name: str, begin: int, count: int) -> Tensor:
         return torch.frombuffer(bytearray(file.read(count)), dtype=torch.uint8)
 
 
-class _Copy:
-    """A part received from another rank.
-
-    Errors are stored, not raised: peers would otherwise wait for this rank's next send/receive.
-    """
-
-    def __init__(self, root: Path, name: str | None, save_name: SaveName) -> None:
-        self._final = root / (name or "nothing")
-        self._temporary = self._final.with_name(f"{name}.tmp-{commit.attempt_id()}")
-        self._is_wanted = name is not None and not _holds_save(self._final, save_name)
-        self._error: str | None = None
-        if self._is_wanted:
-            try:
-                root.mkdir(parents=True, exist_ok=True)
-                shutil.rmtree(self._temporary, ignore_errors=True)
-                self._temporary.mkdir()
-            except OSError as error:
-                self._error = f"copy of {self._final}: {error}"
-
-    def add(self, name: str, data: Tensor) -> None:
-        """Append ``data`` to the file ``name``."""
-        if not self._is_wanted or self._error is not None:
-            return
-        try:
-            fault_point("save.copy")
-            with open(self._temporary / name, "ab") as file:
-                file.write(bytes_of(data))
-        except REPORTED as error:
-            self._error = f"copy of {self._final}: {error}"
-
-    def finish(self) -> str | None:
-        """Publish the copy; return an error message or None."""
-        if not self._is_wanted or self._error is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            return self._error
-        try:
-            for path in self._temporary.iterdir():
-                adopt_file(path)
-            fsync_folder(self._temporary)
-            shutil.rmtree(self._final, ignore_errors=True)
-            self._temporary.rename(self._final)
-            fsync_folder(self._final.parent)
-        except OSError as error:
-            return f"copy of {self._final}: {error}"
-        return None
-
-
 def _is_of(manifest: Manifest | None, save_name: SaveName) -> bool:
     return manifest is not None and manifest.layout.get(SAVE) == save_name
 
@@ -259,32 +235,18 @@ def _holds_save(folder: Path, save_name: SaveName) -> bool:
         return False
 
 
-Box = tuple[str, str, tuple[int, ...], tuple[int, ...]]  # key, dtype, offset, shape
-
-
 @dataclass(frozen=True)
 class LocalSet:
-    """A save that can be loaded; ``parts``: rank -> undamaged part in this node's directory."""
+    """A save that can be loaded.
+
+    ``parts``: rank -> undamaged part in this node's directory.  ``holders``: for each rank, the
+    keys of its ``parts``.  ``common``: the values besides tensors that all ranks share.
+    """
 
     iteration: int
     parts: Mapping[int, Path]
-
-
-@dataclass(frozen=True)
-class LocalContent:
-    """Values loaded besides tensors: common values, and this rank's own state."""
-
+    holders: Sequence[Sequence[int]]
     common: JsonObject
-    rank_state: JsonObject | None
-
-
-@dataclass(frozen=True)
-class _Part:
-    rank: int
-    iteration: int
-    save: tuple[int, str]
-    folder: Path
-    layout: Layout = field(default_factory=dict)
 
 
 def find_local(
@@ -295,11 +257,18 @@ def find_local(
     Collective.  ``layout`` must equal that of the save.  The result is the same on all ranks,
     except ``parts``.
     """
-    own_parts = _local_parts(root)
-    described = [(*p.save, p.iteration, p.layout == layout) for p in own_parts]
-    saved_parts = all_gather_json(described, group)
+    own_parts = [
+        (rank, found.folder, found.manifest)
+        for rank, folder in part_roots(root)
+        for found in published(folder)
+        if found.manifest and _is_name(found.manifest.layout.get(SAVE))
+    ]
+    described = [
+        (*part.layout[SAVE], part.iteration, part.layout == {**layout, SAVE: part.layout[SAVE]})
+        for *_, part in own_parts
+    ]
     saves: dict[tuple[int, str], tuple[int, bool]] = {}
-    for when, attempt, iteration, fits in (entry for rank in saved_parts for entry in rank):
+    for when, attempt, iteration, fits in chain(*all_gather_json(described, group)):
         fits_all = saves.get((when, attempt), (0, True))[1] and fits
         saves[when, attempt] = (iteration, fits_all)
     notes: list[str] = []
@@ -310,110 +279,128 @@ def find_local(
         if not fits:
             notes.append(f"{what} is of another layout or number of ranks")
             continue
-        parts, problems = _verify_parts(part for part in own_parts if part.save == saved)
+        parts: dict[int, Path] = {}
+        problems = []
+        for rank, folder, manifest in own_parts:
+            if _is_of(manifest, list(saved)):
+                try:
+                    with CheckpointReader(folder) as reader:
+                        reader.check_all()
+                    parts[rank] = folder
+                except (CheckpointError, OSError) as problem:
+                    problems.append(str(problem))
         answers = all_gather_json((sorted(parts), problems), group)
         notes += sorted({problem for _, found in answers for problem in found})
-        lost = sorted(set(range(group.size())) - {rank for ranks, _ in answers for rank in ranks})
+        holders = [ranks for ranks, _ in answers]
+        lost = sorted(set(range(group.size())).difference(*holders))
         if not lost:
-            return LocalSet(iteration, parts), notes
+            return LocalSet(iteration, parts, holders, _common(parts, holders, group)), notes
         notes.append(f"{what} lacks the parts of ranks {lost}: no complete copy of them is left")
     return None, notes
 
 
-def load_local(
-    found: LocalSet, tensors: Sequence[ShardedTensor], group: ProcessGroup
-) -> LocalContent:
-    """Fill the views of ``tensors``.  Collective.  Raises CheckpointError on every rank alike."""
-    readers = {rank: CheckpointReader(folder) for rank, folder in found.parts.items()}
-    offered: dict[Box, CheckpointReader] = {}
-    for reader in readers.values():
-        for key, stored in reader.tensors.items():
-            for piece in stored.pieces:
-                offered[key, DTYPE_NAMES[stored.dtype], piece.offset, piece.shape] = reader
-    for part in weights_then_state(tensors):
-        wanted = {
-            (t.key, DTYPE_NAMES[t.dtype], p.offset, p.shape): (t, p) for t in part for p in t.pieces
-        }
-        all_or_none(partial(_fill, wanted, offered), "a local part", group)
-        missing = {box: wanted[box] for box in wanted if box not in offered}
-        try:
-            _send_and_receive(offered, missing, group)
-        except CheckpointError as error:
-            folders = ", ".join(str(folder) for folder in found.parts.values()) or "no local part"
-            raise CheckpointError(f"{folders}: {error}") from None
-    content = LocalContent(local_common(found, group), _rank_state(readers, group))
-    for reader in readers.values():
-        reader.close()
-    return content
+def _is_name(value: object) -> bool:
+    return isinstance(value, list) and list(map(type, value)) == [int, str]
 
 
-def _fill(
-    wanted: Mapping[Box, tuple[ShardedTensor, Piece | LazyPiece]],
-    offered: Mapping[Box, CheckpointReader],
-) -> None:
-    for box in wanted.keys() & offered.keys():
-        wanted[box][1].fill(partial(offered[box].read_box, box[0], box[2]))
-
-
-@torch.no_grad()
-def _send_and_receive(
-    offered: Mapping[Box, CheckpointReader],
-    missing: Mapping[Box, tuple[ShardedTensor, Piece | LazyPiece]],
-    group: ProcessGroup,
-) -> None:
-    """Transfer each box that a rank lacks from a rank that has it.  Collective."""
-    me = group.rank()
-    wishes = [
-        (rank, i, (key, dtype, tuple(offset), tuple(shape)))
-        for rank, boxes in enumerate(all_gather_json(list(missing), group))
-        for i, (key, dtype, offset, shape) in enumerate(boxes)
-    ]
-    can = all_gather_json([n for n, (_, _, box) in enumerate(wishes) if box in offered], group)
-    givers: dict[int, list[int]] = {}
-    for rank, numbers in enumerate(can):
-        for n in numbers:
-            givers.setdefault(n, []).append(rank)
-    for n, (_, _, box) in enumerate(wishes):
-        if n not in givers:
-            raise CheckpointError(
-                f"{box[0]} {list(box[3])} at {list(box[2])} of dtype {box[1]} is in no local part: "
-                "they were written by another model or precision; go on without "
-                "--non-persistent-ckpt-type local"
-            )
-    for n, (rank, i, box) in enumerate(wishes):
-        giver = givers[n][i % len(givers[n])]
-        if me == giver:
-            stored = offered[box].tensors[box[0]]
-            values = torch.empty(box[3], dtype=stored.dtype)
-            offered[box].read_box(box[0], box[2], values)
-            data = torch.frombuffer(bytearray(bytes_of(values)), dtype=torch.uint8)
-            dist.send(on_wire(data, group), group=group, group_dst=rank)
-        elif me == rank:
-            tensor, piece = missing[box]
-            count = prod(box[3]) * tensor.dtype.itemsize
-            got = on_wire(torch.empty(count, dtype=torch.uint8), group)
-            dist.recv(got, group=group, group_src=giver)
-            values = got.view(tensor.dtype).view(box[3])
-            piece.fill(methodcaller("copy_", values))
-
-
-def local_common(found: LocalSet, group: ProcessGroup) -> JsonObject:
+def _common(
+    parts: Mapping[int, Path], holders: Sequence[Sequence[int]], group: ProcessGroup
+) -> JsonObject:
     """Return the common values, from the first rank that has a part.  Collective."""
-    holders = all_gather_json(bool(found.parts), group)
-    first = holders.index(True)
+    first = next(rank for rank, ranks in enumerate(holders) if ranks)
     common: JsonObject = {}
     if group.rank() == first:
-        with CheckpointReader(next(iter(found.parts.values()))) as reader:
+        with CheckpointReader(next(iter(parts.values()))) as reader:
             common = reader.common()
     return all_gather_json(common, group)[first]
 
 
-def _rank_state(readers: Mapping[int, CheckpointReader], group: ProcessGroup) -> JsonObject | None:
+_Offered = Mapping[str, tuple[CheckpointReader, str, StoredBox]]  # by name of the box
+_Wanted = Mapping[str, tuple[ShardedTensor, Piece | LazyPiece]]
+
+
+def load_local(
+    found: LocalSet, tensors: Sequence[ShardedTensor], group: ProcessGroup
+) -> JsonObject | None:
+    """Fill the views of ``tensors``; return this rank's own state.
+
+    Collective.  Raises CheckpointError on every rank alike.
+    """
+    readers = {rank: CheckpointReader(folder) for rank, folder in found.parts.items()}
+    offered = {
+        _box_name(key, stored.dtype, piece): (reader, key, piece)
+        for reader in readers.values()
+        for key, stored in reader.tensors.items()
+        for piece in stored.pieces
+    }
+    for part in weights_then_state(tensors):
+        wanted = {_box_name(t.key, t.dtype, p): (t, p) for t in part for p in t.pieces}
+        all_or_none(partial(_fill, wanted, offered), "a local part", group)
+        missing = {name: wanted[name] for name in wanted if name not in offered}
+        _send_and_receive(offered, missing, found, group)
+    state = _rank_state(readers, found.holders, group)
+    for reader in readers.values():
+        reader.close()
+    return state
+
+
+def _box_name(key: str, dtype: torch.dtype, box: StoredBox | Piece | LazyPiece) -> str:
+    return f"{piece_name(key, (), box.offset, box.shape)} of dtype {dtype_name(dtype)}"
+
+
+def _fill(wanted: _Wanted, offered: _Offered) -> None:
+    for name in wanted.keys() & offered.keys():
+        reader, key, box = offered[name]
+        wanted[name][1].fill(partial(reader.read_box, key, box.offset))
+
+
+@torch.no_grad()
+def _send_and_receive(
+    offered: _Offered, missing: _Wanted, found: LocalSet, group: ProcessGroup
+) -> None:
+    """Transfer each box that a rank lacks from a rank that has it.  Collective."""
+    me = group.rank()
+    wishes = [
+        (rank, i, name)
+        for rank, names in enumerate(all_gather_json(list(missing), group))
+        for i, name in enumerate(names)
+    ]
+    can = all_gather_json([n for n, (*_, name) in enumerate(wishes) if name in offered], group)
+    givers: dict[int, list[int]] = defaultdict(list)
+    for rank, numbers in enumerate(can):
+        for n in numbers:
+            givers[n].append(rank)
+    for n, (rank, i, name) in enumerate(wishes):
+        if n not in givers:
+            raise CheckpointError(
+                f"{shorten([str(folder) for folder in found.parts.values()])}: {name} is in no "
+                "local part: they were written by another model or precision; go on without "
+                "--non-persistent-ckpt-type local"
+            )
+        giver = givers[n][i % len(givers[n])]
+        if me == giver:
+            reader, key, box = offered[name]
+            values = torch.empty(box.shape, dtype=reader.tensors[key].dtype)
+            reader.read_box(key, box.offset, values)
+            data = torch.frombuffer(bytearray(bytes_of(values)), dtype=torch.uint8)
+            dist.send(on_wire(data, group), group=group, group_dst=rank)
+        elif me == rank:
+            tensor, piece = missing[name]
+            count = prod(piece.shape) * tensor.dtype.itemsize
+            got = on_wire(torch.empty(count, dtype=torch.uint8), group)
+            dist.recv(got, group=group, group_src=giver)
+            piece.fill(methodcaller("copy_", got.view(tensor.dtype).view(piece.shape)))
+
+
+def _rank_state(
+    readers: Mapping[int, CheckpointReader],
+    holders: Sequence[Sequence[int]],
+    group: ProcessGroup,
+) -> JsonObject | None:
     """Return this rank's state.  Collective.
 
     A rank whose part was lost receives its state from the first rank that has a copy of the part.
     """
-    holders = all_gather_json(sorted(readers), group)
     me = group.rank()
     lost = [rank for rank, parts in enumerate(holders) if rank not in parts]
     mine = {
@@ -421,36 +408,8 @@ def _rank_state(readers: Mapping[int, CheckpointReader], group: ProcessGroup) ->
         for rank in lost
         if me == next(r for r, parts in enumerate(holders) if rank in parts)
     }
-    sent = {
-        rank: state for states in all_gather_json(mine, group) for rank, state in states.items()
-    }
-    return sent[str(me)] if me in lost else readers[me].rank_state(0)
-
-
-def _local_parts(root: Path) -> list[_Part]:
-    """Return the parts in this node's directory whose manifest can be read."""
-    parts: list[_Part] = []
-    for rank, folder in part_roots(root):
-        for found in published(folder):
-            layout = dict(found.manifest.layout) if found.manifest else {}
-            save = layout.pop(SAVE, None)
-            is_named = isinstance(save, list) and list(map(type, save)) == [int, str]
-            if found.manifest and save and is_named:
-                place = found.manifest.iteration, (save[0], save[1]), found.folder
-                parts.append(_Part(rank, *place, layout))
-    return parts
-
-
-def _verify_parts(parts: Iterable[_Part]) -> tuple[dict[int, Path], list[str]]:
-    """Verify every byte of ``parts``; return rank -> folder of undamaged parts, and the errors."""
-    whole: dict[int, Path] = {}
-    problems: list[str] = []
-    for part in parts:
-        try:
-            with CheckpointReader(part.folder) as reader:
-                reader.check_all()
-        except (CheckpointError, OSError) as problem:
-            problems.append(str(problem))
-            continue
-        whole[part.rank] = part.folder
-    return whole, problems
+    sent: JsonObject = {}
+    for states in all_gather_json(mine, group):
+        sent |= states
+    state: JsonObject | None = sent[str(me)] if me in lost else readers[me].rank_state(0)
+    return state

@@ -49,8 +49,13 @@ else:
 
 # Errors of reading values from a malformed structure; torch raises RuntimeError.
 MALFORMED = (
-    *(ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError),
-    *(TypeError, ValueError),
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
 )
 
 
@@ -176,24 +181,18 @@ def _read(path: Path) -> Manifest | None:
     if body.get("format") != FORMAT and "sharded_backend" in body:
         return None
     claimed = body.pop("crc32", None)
-    try:
-        is_intact = claimed == _checksum(body)
-    except RecursionError:
-        is_intact = False
-    if not is_intact:
-        raise CheckpointDamaged(f"{path} is damaged: its checksum does not fit its content")
-    version = body.get("version")
-    if type(version) is not int:
-        raise CheckpointDamaged(f"{path} is damaged: its format version is {version!r}")
-    if version > VERSION:
-        raise CheckpointError(
-            f"{path} has format version {version}, this program reads up to {VERSION}: "
-            "use the program that wrote it"
-        )
-    try:
+    with parsing(path):
+        if claimed != _checksum(body):
+            raise CheckpointDamaged(f"{path} is damaged: its checksum does not fit its content")
+        version = body.get("version")
+        if type(version) is not int:
+            raise ValueError(f"format version {version!r}")
+        if version > VERSION:
+            raise CheckpointError(
+                f"{path} has format version {version}, this program reads up to {VERSION}: "
+                "use the program that wrote it"
+            )
         return _manifest_of(body, path)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointDamaged(f"{path} is damaged: {error} is not of a manifest") from None
 
 
 def _manifest_of(body: JsonObject, path: Path) -> Manifest:
@@ -207,29 +206,28 @@ def _manifest_of(body: JsonObject, path: Path) -> Manifest:
     known = {f.name for f in fields(Manifest)}
     found = Manifest(**{k: v for k, v in body.items() if k in known} | {"files": files})
     numbers = [found.iteration, found.sequence, found.published_at_ns]
-    numbers += [number for entry in files.values() for number in asdict(entry).values()]
-    if not all(map(is_count, numbers)):
-        raise ValueError("a number below 0 or above 2**63")
+    for entry in files.values():
+        numbers += [entry.num_bytes, entry.checked_bytes, entry.crc32]
+        if entry.checked_bytes > entry.num_bytes:
+            raise ValueError("a checksum of more bytes than a file has")
     before = found.tracker_before
     knows_tracker = isinstance(before, list) and list(map(type, before)) == [str, int]
+    if not are_counts(numbers):
+        raise ValueError("a number below 0 or above 2**63")
     if not isinstance(found.attempt, str) or not (before is None or knows_tracker):
         raise ValueError(f"attempt {found.attempt!r}, tracker {before!r}")
-    if any(entry.checked_bytes > entry.num_bytes for entry in files.values()):
-        raise ValueError("a checksum of more bytes than a file has")
     _check_layout(found.layout)
     return found
 
 
 def _check_layout(layout: Layout) -> None:
     """Raise ValueError unless the layout is empty or has a size for each axis of a rank grid."""
-    if not isinstance(layout, dict) or not is_count(layout.get("world_size", 0)):
+    grids = [layout.get(grid, []) for grid in ("dense", "expert")]
+    axes = [axis for grid in grids for axis in grid]
+    if not is_count(layout.get("world_size", 0)) or any(
+        not isinstance(axis, list) or list(map(type, axis)) != [str, int] for axis in axes
+    ):
         raise ValueError(f"layout {layout!r}")
-    for grid in ("dense", "expert"):
-        axes = layout.get(grid, [])
-        if not isinstance(axes, list) or any(
-            not isinstance(axis, list) or list(map(type, axis)) != [str, int] for axis in axes
-        ):
-            raise ValueError(f"layout {layout!r}")
 
 
 def is_count(value: object) -> TypeGuard[int]:
@@ -285,25 +283,24 @@ def read_json(path: Path) -> object:
         raise
     except OSError as error:
         raise CheckpointDamaged(f"{path} cannot be read: {error.strerror or error}") from None
-    return parse_json(data, f"{path} is damaged: it")
+    return _parse_json(data, f"{path} is damaged: it")
 
 
-def parse_json(data: bytes, what: str) -> object:
+def _parse_json(data: bytes, what: str) -> object:
     """Parse ``data`` as JSON without duplicate keys.
 
     Raises CheckpointDamaged otherwise, with a message that begins with ``what``.
     """
     try:
         return json.loads(data, object_pairs_hook=_without_repeats)
-    except RecursionError:
-        raise CheckpointDamaged(f"{what} is nested too deeply") from None
-    except ValueError as error:  # also invalid UTF-8, or an integer with too many digits
+    # Also invalid UTF-8, an integer with too many digits, or nested too deeply.
+    except (RecursionError, ValueError) as error:
         raise CheckpointDamaged(f"{what} is no JSON: {error}") from None
 
 
 def json_object(data: bytes, what: str) -> JsonObject:
-    """Parse ``data`` as `parse_json` does; raise CheckpointDamaged unless it is an object."""
-    found = parse_json(data, what)
+    """Parse a JSON object without duplicate keys; raise CheckpointDamaged for anything else."""
+    found = _parse_json(data, what)
     if not isinstance(found, dict):
         raise CheckpointDamaged(f"{what} is a {type(found).__name__}, not a JSON object")
     return found

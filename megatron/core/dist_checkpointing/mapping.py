@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.config.value_types import Nested
+from megatron.core.config.value_types import Nested, Shape
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo
 
@@ -34,30 +34,17 @@ OPTIMIZER_PREFIX = "optimizer."  # key prefix of optimizer state
 class Piece:
     """A box of a tensor: ``data`` is a view whose first element has the global index ``offset``."""
 
-    offset: tuple[int, ...]
+    offset: Shape
     data: Tensor
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Shape of the box, the same in local and in global coordinates."""
         return tuple(self.data.shape)
 
     def fill(self, read: Callable[[Tensor], object]) -> None:
         """Call ``read(view)``, which writes the values in place."""
         read(self.data)
-
-
-class Packed(Protocol):
-    """A tensor stored in memory in a form other than fp32, such as split or quantized values."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    def read(self) -> Tensor:
-        """Return all values, in fp32."""
-
-    def write(self, values: Tensor) -> None:
-        """Replace all values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +54,8 @@ class LazyPiece:
     ``put`` stores values that were read; None if the box cannot be loaded.
     """
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: Shape
+    shape: Shape
     make: Callable[[], Tensor]
     put: Callable[[Tensor], None] | None = None
 
@@ -109,7 +96,7 @@ class ShardedTensor:
     """
 
     key: str
-    global_shape: tuple[int, ...]
+    global_shape: Shape
     dtype: torch.dtype
     pieces: tuple[Piece | LazyPiece, ...]
     replica: Replica | None = Replica()
@@ -164,12 +151,12 @@ class ShardedTensor:
         )
 
     @property
-    def local_shape(self) -> tuple[int, ...]:
+    def local_shape(self) -> Shape:
         """The shape of this rank's part."""
         return self.pieces[0].shape if self.data is None else tuple(self.data.shape)
 
     @property
-    def global_offset(self) -> tuple[int, ...]:
+    def global_offset(self) -> Shape:
         """The offset of this rank's first piece in the global tensor."""
         return self.pieces[0].offset
 
@@ -182,7 +169,7 @@ class ShardedTensor:
 def from_param(
     key: str,
     info: ParamInfo,
-    tensor: Tensor | Packed,
+    tensor: Any,
     replica: Replica | None = Replica(),
     *,
     dtype: torch.dtype | None = None,
@@ -190,11 +177,12 @@ def from_param(
 ) -> ShardedTensor:
     """Return the record of this rank's part of a parameter, or of its optimizer state.
 
-    Rows of vocabulary padding are left out of the pieces unless ``padded``.  ``dtype``: the dtype
-    in the file, if it differs from that in memory.
+    ``tensor``: a Tensor; or values stored in another form than fp32, such as split or quantized,
+    with a ``shape``, ``read()`` that returns all values in fp32, and ``write(values)``.  Rows of
+    vocabulary padding are left out of the pieces unless ``padded``.  ``dtype``: the dtype in the
+    file, if it differs from that in memory.
     """
     shard_shape = tuple(tensor.shape) if info.part is None else info.part.shape
-    _check_shape(key, info, shard_shape)
     dim = info.shard_dim or 0
     with_padding = list(info.global_shape)
     if shard_shape:
@@ -213,41 +201,39 @@ def from_param(
     )
 
 
-def _pieces(info: ParamInfo, tensor: Tensor | Packed) -> Iterator[Piece | LazyPiece]:
-    """Yield one piece per box: a view, or for `Packed` values a `LazyPiece`.
+def _pieces(info: ParamInfo, tensor: Any) -> Iterator[Piece | LazyPiece]:
+    """Yield one piece per box: a view, or for values in another form a `LazyPiece`.
 
     A `LazyPiece` unpacks the complete tensor at each access, so only one is in memory.
     """
     if isinstance(tensor, Tensor):
         yield from (Piece(offset, view) for offset, view in info.pieces(tensor.detach()))
         return
-    packed = tensor
 
-    def boxes(whole: Tensor) -> list[Tensor]:
-        return [view for _, view in info.pieces(whole)]
+    def box(whole: Tensor, number: int) -> Tensor:
+        return [view for _, view in info.pieces(whole)][number]
 
     def put(number: int, values: Tensor) -> None:
-        whole = packed.read()
-        boxes(whole)[number].copy_(values)
-        packed.write(whole)
+        whole = tensor.read()
+        box(whole, number).copy_(values)
+        tensor.write(whole)
 
-    places = info.pieces(torch.empty(packed.shape, device="meta"))
-    for number, (offset, box) in enumerate(places):
-        make = partial(lambda n: boxes(packed.read())[n], number)
-        yield LazyPiece(offset, tuple(box.shape), make, partial(put, number))
+    for number, (offset, view) in enumerate(info.pieces(torch.empty(tensor.shape, device="meta"))):
+        make = partial(lambda n: box(tensor.read(), n), number)
+        yield LazyPiece(offset, tuple(view.shape), make, partial(put, number))
 
 
 def split_rows(tensor: ShardedTensor, sizes: Sequence[int]) -> Iterator[ShardedTensor]:
     """Split the record into consecutive tensors of ``sizes`` rows each."""
-    held = [(piece.offset, piece.data) for piece in tensor.pieces]
     first = 0
     for size in sizes:
         pieces = []
-        for offset, data in held:
-            low, high = max(offset[0], first), min(offset[0] + data.shape[0], first + size)
+        for piece in tensor.pieces:
+            begin, *others = piece.offset
+            low, high = max(begin, first), min(begin + piece.shape[0], first + size)
             if low < high:
-                rows = data.narrow(0, low - offset[0], high - low)
-                pieces.append(Piece((low - first, *offset[1:]), rows))
+                rows = piece.data.narrow(0, low - begin, high - low)
+                pieces.append(Piece((low - first, *others), rows))
         shape = (size, *tensor.global_shape[1:])
         yield replace(tensor, global_shape=shape, pieces=tuple(pieces))
         first += size
@@ -280,9 +266,11 @@ def weights_then_state(tensors: Iterable[ShardedTensor]) -> tuple[list[ShardedTe
 
     A fully sharded 16-bit weight shares memory with its main parameter, whose values must win.
     """
-    every = list(tensors)
-    state = [tensor for tensor in every if tensor.key.startswith(OPTIMIZER_PREFIX)]
-    return [tensor for tensor in every if not tensor.key.startswith(OPTIMIZER_PREFIX)], state
+    weights: list[ShardedTensor] = []
+    state: list[ShardedTensor] = []
+    for tensor in tensors:
+        (state if tensor.key.startswith(OPTIMIZER_PREFIX) else weights).append(tensor)
+    return weights, state
 
 
 def to_write(tensors: Iterable[ShardedTensor], share_work: bool = True) -> list[ShardedTensor]:
@@ -337,17 +325,7 @@ def assign_replicas(
         yield tensor, replica, owner
 
 
-def _check_shape(key: str, info: ParamInfo, local_shape: tuple[int, ...]) -> None:
-    dim = 0 if info.shard_dim is None else info.shard_dim
-    same = len(local_shape) == len(info.global_shape) and all(
-        local == whole
-        for d, (local, whole) in enumerate(zip(local_shape, info.global_shape, strict=True))
-        if d != dim
-    )
-    assert same, f"{key}: shape {local_shape} is not a shard of {info.global_shape}"
-
-
-ReplicaId = int | tuple[int, ...]
+ReplicaId = int | Shape
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
@@ -361,8 +339,8 @@ class ShardedObject:
 
     key: str
     data: Nested
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
+    global_shape: Shape
+    global_offset: Shape
     replica_id: ReplicaId = 0
 
     @property

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import Json, JsonObject, Nested, StateDict, Unpickled
+from megatron.core.dist_checkpointing.safetensors_file import bytes_of, dtype_name
 
 
 def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None) -> Json:
@@ -34,7 +35,7 @@ def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None) -
         tensors[path] = value
         return {"$tensor": path}
     if isinstance(value, torch.dtype):
-        return {"$dtype": str(value).removeprefix("torch.")}
+        return {"$dtype": dtype_name(value)}
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode("ascii")}
     if isinstance(value, list):
@@ -44,21 +45,15 @@ def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None) -
     if isinstance(value, Namespace):
         return {"$namespace": encode(vars(value), path, tensors)}
     if isinstance(value, dict):
-        return _encode_dict(value, path, tensors)
+        entries = {key: encode(entry, f"{path}.{key}", tensors) for key, entry in value.items()}
+        named = {key: e for key, e in entries.items() if isinstance(key, str) and key[:1] != "$"}
+        if len(named) == len(entries):
+            return named
+        return {"$items": [[encode(key, path), entry] for key, entry in entries.items()]}
     raise CheckpointError(
         f"{path} is a {type(value).__name__}, which is not saved: no pickle is written; give "
         "numbers, text, lists, dicts or tensors, or leave it out"
     )
-
-
-def _encode_dict(
-    value: dict[object, object], path: str, tensors: dict[str, Tensor] | None
-) -> Mapping[str, Json]:
-    entries = {key: encode(entry, f"{path}.{key}", tensors) for key, entry in value.items()}
-    named = {key: e for key, e in entries.items() if isinstance(key, str) and key[:1] != "$"}
-    if len(named) == len(entries):
-        return named
-    return {"$items": [[encode(key, path), entry] for key, entry in entries.items()]}
 
 
 def decode(value: Json, read: Callable[[str], Tensor]) -> Nested:
@@ -77,25 +72,25 @@ def decode(value: Json, read: Callable[[str], Tensor]) -> Nested:
 _DECODERS: dict[str, Callable[[Nested, Callable[[str], Tensor]], object]] = {
     "$float": lambda content, read: float(content),
     "$tensor": lambda content, read: read(f"common.{content}"),
-    "$dtype": lambda content, read: {str(d).removeprefix("torch."): d for d in _DTYPES}[content],
+    "$dtype": lambda content, read: _DTYPES[content],
     "$bytes": lambda content, read: base64.b64decode(content),
     "$tuple": lambda content, read: tuple(decode(content, read)),
     "$namespace": lambda content, read: Namespace(**decode(content, read)),
     "$items": lambda content, read: {decode(k, read): decode(v, read) for k, v in content},
 }
-_DTYPES: list[torch.dtype] = [
-    value for value in vars(torch).values() if isinstance(value, torch.dtype)
-]
+_DTYPES: dict[str, torch.dtype] = {
+    dtype_name(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)
+}
 
 
 def to_json(states: StateDict) -> JsonObject:
-    """Return ``states`` as JSON."""
+    """Return random states as JSON."""
     version, words, gauss = states["random_rng_state"]
     kind, keys, *rest = states["np_rng_state"]
     return {
         "random_rng_state": [version, list(words), gauss],
         "np_rng_state": [kind, np.asarray(keys).tolist(), *rest],
-        **_tensors(states, lambda state: base64.b64encode(state.cpu().numpy().tobytes()).decode()),
+        **_tensors(states, lambda state: base64.b64encode(bytes_of(state)).decode()),
     }
 
 
@@ -106,11 +101,12 @@ def from_json(values: JsonObject) -> StateDict:
     return {
         "random_rng_state": (version, tuple(words), gauss),
         "np_rng_state": (kind, np.array(keys, dtype=np.uint32), *rest),
-        **_tensors(
-            values,
-            lambda text: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8),
-        ),
+        **_tensors(values, _byte_tensor),
     }
+
+
+def _byte_tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def _tensors(states: StateDict, convert: Callable[[Unpickled], str | Tensor]) -> StateDict:

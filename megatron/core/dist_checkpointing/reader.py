@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
-from megatron.core.config.value_types import JsonObject
+from megatron.core.config.value_types import JsonObject, Shape
 from megatron.core.dist_checkpointing.manifest import (
     COMMON,
     INDEX,
@@ -47,6 +47,7 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     DTYPES,
     LENGTH_BYTES,
     bytes_of,
+    dtype_name,
     parse_header,
     piece_name,
 )
@@ -75,7 +76,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         )
         self._whole: set[str] = set()
         self._files: dict[str, int] = {}
-        self._entries: dict[tuple[str, str], tuple[torch.dtype, tuple[int, ...], int]] = {}
+        self._entries: dict[tuple[str, str], tuple[torch.dtype, Shape, int]] = {}
         self._opening = threading.Lock()
 
     def common(self) -> JsonObject:
@@ -124,15 +125,13 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         Raises CheckpointError if the tensor is missing, its shape differs, or its dtype differs and
         ``cast`` is False.
         """
-        stored = self._stored(wanted.key)
-        problem = mismatch(wanted, stored, cast=cast)
-        if problem:
+        if problem := mismatch(wanted, self._stored(wanted.key), cast=cast):
             raise CheckpointError(f"{self.folder}: {problem}")
         for piece in wanted.pieces:
             piece.fill(partial(self.read_box, wanted.key, piece.offset))
 
     @torch.no_grad()
-    def read_box(self, key: str, offset: tuple[int, ...], out: Tensor) -> None:
+    def read_box(self, key: str, offset: Shape, out: Tensor) -> None:
         """Fill ``out`` with the box of its shape at ``offset``, converting to its dtype."""
         stored = self._stored(key)
         if key not in self._whole:
@@ -141,12 +140,11 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         filled = 0
         for piece in stored.pieces:
             common = _overlap(piece, offset, tuple(out.shape))
-            if common is None:
-                continue
-            in_piece, in_out = common
-            target = out[in_out] if in_out else out
-            self._read_piece(key, piece, in_piece, target)
-            filled += target.numel()
+            if common is not None:
+                in_piece, in_out = common
+                target = out[in_out] if in_out else out
+                self._read_piece(key, piece, in_piece, target)
+                filled += target.numel()
         if filled != out.numel():
             raise CheckpointError(
                 f"{self.folder}: {out.numel() - filled} elements of {key} are in none of its files"
@@ -171,8 +169,14 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         assert isinstance(piece, StoredPiece)
         stored = self.tensors[key]
         dtype = stored.dtype
-        self._check_held(key, stored, piece)
-        strides = _strides(piece.shape)
+        self._open(piece.file)
+        name = piece_name(key, stored.shape, piece.offset, piece.shape)
+        if self._entries.get((piece.file, name)) != (dtype, piece.shape, piece.start):
+            raise CheckpointDamaged(
+                f"{self.folder / INDEX} is damaged: {dtype_name(dtype)} {name} is not what "
+                f"{piece.file} holds at byte {piece.start}"
+            )
+        strides = [prod(piece.shape[d + 1 :]) for d in range(len(piece.shape))]
         first = sum(s.start * stride for s, stride in zip(box, strides, strict=True))
         last = sum((s.stop - 1) * stride for s, stride in zip(box, strides, strict=True))
         count = last + 1 - first
@@ -183,19 +187,9 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         if not direct:
             target.copy_(buffer.as_strided(target.shape, strides))
 
-    def _check_held(self, key: str, stored: StoredTensor, piece: StoredPiece) -> None:
-        """Compare the index with the header of the file."""
-        self._open(piece.file)
-        name = piece_name(key, stored.shape, piece.offset, piece.shape)
-        if self._entries.get((piece.file, name)) != (stored.dtype, piece.shape, piece.start):
-            raise CheckpointDamaged(
-                f"{self.folder / INDEX} is damaged: {_short(stored.dtype)} {name} is not what "
-                f"{piece.file} holds at byte {piece.start}"
-            )
-
     def _read_bytes(self, piece: StoredPiece, begin: int, out: memoryview) -> None:
         """Fill ``out`` from byte ``begin`` of ``piece``, verifying each block that is touched."""
-        file = self._open(piece.file)
+        path = self.folder / piece.file
         end = begin + len(out)
         size = self._block_bytes
         for i in range(begin // size, -(-end // size)):
@@ -205,24 +199,22 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
                 block = out[block_begin - begin : block_end - begin]
             else:
                 block = memoryview(bytearray(block_end - block_begin))
-            self._pread(file, piece, block_begin, block)
+            done = 0
+            while done < len(block):
+                with reading(path):
+                    at = piece.start + block_begin + done
+                    count = os.preadv(self._open(piece.file), [block[done:]], at)
+                if count == 0:
+                    raise CheckpointDamaged(f"{path} ends too early")
+                done += count
             if crc32(block) != piece.crc32[i]:
                 raise CheckpointDamaged(
-                    f"{self.folder / piece.file} is damaged: block {i} of the tensor at byte "
-                    f"{piece.start} does not fit its checksum"
+                    f"{path} is damaged: block {i} of the tensor at byte {piece.start} does not "
+                    "fit its checksum"
                 )
             if not is_inside:
                 low, high = max(begin, block_begin), min(end, block_end)
                 out[low - begin : high - begin] = block[low - block_begin : high - block_begin]
-
-    def _pread(self, file: int, piece: StoredPiece, begin: int, out: memoryview) -> None:
-        done = 0
-        while done < len(out):
-            with reading(self.folder / piece.file):
-                count = os.preadv(file, [out[done:]], piece.start + begin + done)
-            if count == 0:
-                raise CheckpointDamaged(f"{self.folder / piece.file} ends too early")
-            done += count
 
     def _open(self, name: str) -> int:
         """Return the descriptor of a data file; check its size and header the first time."""
@@ -245,41 +237,33 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
 
 
 def mismatch(wanted: ShardedTensor, stored: StoredTensor, *, cast: bool) -> str | None:
-    """Return an error message if ``stored`` cannot fill ``wanted`` (shape or dtype), else None."""
+    """Return an error message if ``stored`` cannot fill ``wanted`` (shape or dtype), else None.
+
+    ``stored`` may have vocabulary padding at its end.  Padding that is as large as this run's own
+    is accepted even beyond ``max_padding``, which is an estimate for checkpoints that do not store
+    the size of the vocabulary.
+    """
     shape, have = wanted.global_shape, stored.shape
-    if shape != have and not _is_padded(wanted, stored):
+    may_pad = bool(stored.max_padding) and have[1:] == shape[1:]
+    extra = have[0] - shape[0] if may_pad else 0
+    is_padded = 0 < extra <= stored.max_padding or (may_pad and have[0] == wanted.padded_rows)
+    if shape != have and not is_padded:
         hint = ""
-        if stored.max_padding and have[1:] == shape[1:] and have[0] > shape[0]:
-            extra = have[0] - shape[0]
+        if extra > 0:
             hint = f" (with --padded-vocab-size {have[0]} if the last {extra} rows are padding)"
         return (
-            f"{wanted.key} has shape {list(stored.shape)} in the checkpoint "
-            f"and {list(wanted.global_shape)} in this run{hint}"
+            f"{wanted.key} has shape {list(have)} in the checkpoint "
+            f"and {list(shape)} in this run{hint}"
         )
     if wanted.dtype != stored.dtype and not cast:
         return (
-            f"{wanted.key} has dtype {_short(stored.dtype)} in the checkpoint "
-            f"and {_short(wanted.dtype)} in this run"
+            f"{wanted.key} has dtype {dtype_name(stored.dtype)} in the checkpoint "
+            f"and {dtype_name(wanted.dtype)} in this run"
         )
     return None
 
 
-def _is_padded(wanted: ShardedTensor, stored: StoredTensor) -> bool:
-    """Return whether ``stored`` is ``wanted`` with vocabulary padding at its end.
-
-    Padding that is as large as this run's own is accepted even beyond ``max_padding``, which is an
-    estimate for checkpoints that do not store the size of the vocabulary.
-    """
-    have = stored.shape
-    shape = wanted.global_shape
-    if not stored.max_padding or have[1:] != shape[1:]:
-        return False
-    return 0 < have[0] - shape[0] <= stored.max_padding or have[0] == wanted.padded_rows
-
-
-def _overlap(
-    piece: StoredBox, offset: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[Box, Box] | None:
+def _overlap(piece: StoredBox, offset: Shape, shape: Shape) -> tuple[Box, Box] | None:
     """Return the slices of the piece and of the wanted box that cover their overlap, or None."""
     in_piece, in_out = [], []
     for have, extent, want, length in zip(piece.offset, piece.shape, offset, shape, strict=True):
@@ -291,15 +275,6 @@ def _overlap(
     return tuple(in_piece), tuple(in_out)
 
 
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    """Row-major strides in elements."""
-    return [prod(shape[d + 1 :]) for d in range(len(shape))]
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 _MAX_ELEMENTS = 1 << 58  # limit for a shape (zeros count as 1): torch multiplies in 64 bits
 _SHOWN = 80  # characters of a value in a message
 _PAIRS = 1 << 22  # pairs of boxes compared at a time
@@ -309,8 +284,8 @@ _PAIRS = 1 << 22  # pairs of boxes compared at a time
 class StoredBox:
     """A box of a tensor; subclasses add where its values are stored."""
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: Shape
+    shape: Shape
 
 
 @dataclass(frozen=True)
@@ -320,7 +295,7 @@ class StoredPiece(StoredBox):
     file: str
     start: int  # bytes
     num_bytes: int
-    crc32: tuple[int, ...]  # one per block
+    crc32: Shape  # one per block
 
 
 @dataclass(frozen=True)
@@ -330,7 +305,7 @@ class StoredTensor:
     Up to ``max_padding`` of its last rows may be vocabulary padding.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     pieces: tuple[StoredBox, ...]
     max_padding: int = 0
@@ -357,7 +332,7 @@ def parse_index(
         try:
             shape, dtype, pieces = _tensor(entry, files, block_bytes)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointDamaged(f"{path} is damaged: {key}: {_reason(error)}") from None
+            raise CheckpointDamaged(f"{path} is damaged: {key}: {error!r}") from None
         tensors[key] = StoredTensor(shape, dtype, pieces)
         taken = [(piece.file, piece.start) for piece in pieces if piece.num_bytes]
         if len(set(taken)) < len(taken) or places.intersection(taken):
@@ -386,22 +361,19 @@ def check_pieces(key: str, pieces: Sequence[StoredBox], where: object) -> None:
 
 def _tensor(
     entry: JsonObject, files: Mapping[str, FileEntry], block_bytes: int
-) -> tuple[tuple[int, ...], torch.dtype, tuple[StoredPiece, ...]]:
+) -> tuple[Shape, torch.dtype, tuple[StoredPiece, ...]]:
     """Check and convert an index entry.  Raises ValueError, and Python's errors for wrong types."""
     shape = entry["shape"]
     if not are_counts(shape) or prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
         raise ValueError(f"its shape is {_shown(shape)}")
     dtype = DTYPES.get(entry["dtype"])
-    if dtype is None:
-        raise ValueError(f"its dtype is {_shown(entry['dtype'])}")
-    if not isinstance(entry["pieces"], list):
-        raise ValueError("it has no list of pieces")
+    if dtype is None or not isinstance(entry["pieces"], list):
+        raise ValueError(f"its dtype is {_shown(entry['dtype'])}, or it has no list of pieces")
     pieces = tuple(_piece(piece, shape, dtype, block_bytes) for piece in entry["pieces"])
     for piece in pieces:
-        if piece.file not in files:
-            raise ValueError(f"{piece.file} is not in the manifest")
-        if piece.start + piece.num_bytes > files[piece.file].num_bytes:
-            raise ValueError(f"{piece.file} ends before byte {piece.start + piece.num_bytes}")
+        end = piece.start + piece.num_bytes
+        if piece.file not in files or end > files[piece.file].num_bytes:
+            raise ValueError(f"{piece.file} is not in the manifest, or ends before byte {end}")
     return tuple(shape), dtype, pieces
 
 
@@ -428,7 +400,3 @@ def _piece(
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def _reason(error: Exception) -> str:
-    return f"it has no {error}" if isinstance(error, KeyError) else str(error)

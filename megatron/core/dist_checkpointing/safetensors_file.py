@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
+from megatron.core.config.value_types import JsonObject, Shape
 from megatron.core.diagnostics.fault_injection import fault_point, flip_bit
 from megatron.core.dist_checkpointing.manifest import FileEntry, are_counts, crc32, json_object
 
@@ -52,7 +53,7 @@ class LazyTensor:
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Shape
     make: Callable[[], Tensor]
 
     @property
@@ -61,31 +62,23 @@ class LazyTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Written:
-    """Position of one tensor in its file, and the crc32 of each of its blocks."""
-
-    start: int  # bytes from the beginning of the file
-    num_bytes: int
-    crc32: list[int]
-
-
 def write_file(
     path: Path, tensors: Sequence[LazyTensor], metadata: dict[str, str], step: int
-) -> tuple[FileEntry, list[Written]]:
-    """Create and write one tensor after the other, and fsync; return their positions.
+) -> tuple[FileEntry, list[JsonObject]]:
+    """Create and write one tensor after the other, and fsync.
 
-    The crc32 in the returned `FileEntry` covers the header.  ``step`` is for fault points.  Raises
-    OSError, and CheckpointError for a dtype that the format cannot store.
+    Returns the file's entry, whose crc32 covers the header, and of each tensor its ``start`` in the
+    file, ``num_bytes`` and ``crc32`` of each block.  ``step`` is for fault points.  Raises OSError,
+    and CheckpointError for a dtype that the format cannot store.
     """
     header, starts = _layout(tensors, metadata)
-    written: list[Written] = []
+    written: list[JsonObject] = []
     with open(path, "wb", buffering=1 << 20) as file:
         file.write(header)
         for tensor, start in zip(tensors, starts, strict=True):
             flips = fault_point("save.tensor", step=step) == "bitflip"
             checksums = _write_blocks(file, tensor, flips=flips)
-            written.append(Written(start, tensor.num_bytes, checksums))
+            written.append({"start": start, "num_bytes": tensor.num_bytes, "crc32": checksums})
         fault_point("save.before_fsync", step=step)
         file.flush()
         os.fsync(file.fileno())
@@ -93,17 +86,12 @@ def write_file(
     return FileEntry(num_bytes, len(header), crc32(header)), written
 
 
-def _compute(lazy: LazyTensor) -> Tensor:
-    tensor = lazy.make()
-    found = (tensor.dtype, tuple(tensor.shape))
-    expected = (lazy.dtype, lazy.shape)
-    assert found == expected, f"{lazy.name} is {found}, expected {expected}"
-    return tensor
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name without its module, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
-def piece_name(
-    key: str, whole: tuple[int, ...], offset: Sequence[int], shape: tuple[int, ...]
-) -> str:
+def piece_name(key: str, whole: Shape, offset: Sequence[int], shape: Shape) -> str:
     """Return the name of a box of ``key`` in a file; a partial box is ``key[0:64,32:64]``."""
     if shape == whole:
         return key
@@ -122,7 +110,7 @@ class TensorEntry:
     """A tensor in the header of a file; ``start``: bytes from the beginning of the file."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Shape
     start: int
     num_bytes: int
 
@@ -163,8 +151,9 @@ def parse_header(path: Path, header: bytes, data_bytes: int) -> dict[str, Tensor
         tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)
     ):
         if tensor.start != end:
-            kind = "overlap" if tensor.start < end else "leave a hole before"
-            raise CheckpointDamaged(f"{path} is damaged: its tensors {kind} {name}")
+            raise CheckpointDamaged(
+                f"{path} is damaged: {name} begins at byte {tensor.start}, not at {end}"
+            )
         end += tensor.num_bytes
     if end != begin + data_bytes:
         raise CheckpointDamaged(
@@ -191,18 +180,18 @@ def _tensor_entry(path: Path, name: str, entry: object, begin: int) -> TensorEnt
 
 def _layout(tensors: Sequence[LazyTensor], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
     """Return the header, and the position in the file where each tensor begins."""
-    entries: dict[str, Mapping[str, str | list[int]]] = {"__metadata__": metadata}
-    begins: list[int] = []
+    entries: JsonObject = {"__metadata__": metadata}
+    begins = []
     end = 0
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{tensor.name}: a checkpoint cannot hold {tensor.dtype}")
-        begins.append(end)
-        end += tensor.num_bytes
+        begin, end = end, end + tensor.num_bytes
+        begins.append(begin)
         entries[tensor.name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [begins[-1], end],
+            "data_offsets": [begin, end],
         }
     assert len(entries) == len(tensors) + 1, "two pieces of one file have the same name"
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -216,7 +205,10 @@ def _write_blocks(file: BinaryIO, tensor: LazyTensor, *, flips: bool) -> list[in
 
     ``flips``: flip one bit, as a faulty disk would (fault injection).
     """
-    data = bytes_of(_compute(tensor))
+    values = tensor.make()
+    found, expected = (values.dtype, values.shape), (tensor.dtype, tensor.shape)
+    assert found == expected, f"{tensor.name} is {found}, expected {expected}"
+    data = bytes_of(values)
     checksums: list[int] = []
     for begin in range(0, len(data), BLOCK_BYTES):
         block = data[begin : begin + BLOCK_BYTES]

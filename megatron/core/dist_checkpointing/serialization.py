@@ -17,14 +17,12 @@ order of `assign_replicas`, one broadcast for each piece.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -32,7 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.config.value_types import JsonObject
+from megatron.core.config.value_types import JsonObject, Shape
 from megatron.core.diagnostics.fault_injection import InjectedFault, fault_point
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.folders import KEEP_ALL, Retention, published
@@ -86,22 +84,13 @@ class SaveFailed(CheckpointError):
     exit_code = 1
 
 
-class Verdict(TypedDict, total=False):
-    """Result of `complete`: the error, or else the fields of `SaveResult`."""
-
-    error: str | None
-    folder: str
-    deleted: list[int]
-    warnings: list[str]
-
-
 @dataclass(frozen=True)
 class SaveResult:
     """A published folder, the iterations that retention deleted, and warnings."""
 
     folder: Path
     iteration: int
-    deleted: tuple[int, ...] = ()
+    deleted: Shape = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -206,8 +195,10 @@ def reports_of(written: Sequence[JsonObject]) -> tuple[list[RankReport], list[st
     return reports, [f"rank {r}: {each.error}" for r, each in enumerate(reports) if each.error]
 
 
-def complete(begun: PendingSave, written: Sequence[JsonObject]) -> Verdict:
+def complete(begun: PendingSave, written: Sequence[JsonObject]) -> JsonObject:
     """On rank 0: publish the folder if all ranks have written, else remove it.  Not collective.
+
+    Returns the verdict: ``error``, or else the fields of `SaveResult`.
 
     ``written`` has the result of `write` of each rank.  Retention deletes older checkpoints only
     after the new one and its tracker are on disk.
@@ -218,16 +209,13 @@ def complete(begun: PendingSave, written: Sequence[JsonObject]) -> Verdict:
     if errors:
         return {"error": shorten([*commit.abandon(pending), *errors])}
     try:
-        common = begun.contents.common
-        files = {
-            **files_of(reports),
-            **begun.format.write_common_files(begun.folder, reports, common),
-        }
+        contents = begun.contents
+        more = begun.format.write_common_files(begun.folder, reports, contents.common)
         folder = commit.publish(
             pending,
-            begun.contents.layout,
-            files,
-            write_config=begun.contents.write_config,
+            contents.layout,
+            {**files_of(reports), **more},
+            write_config=contents.write_config,
             manifest_name=MANIFEST_BESIDE if begun.format.is_foreign else MANIFEST,
         )
     except REPORTED as error:
@@ -235,7 +223,7 @@ def complete(begun: PendingSave, written: Sequence[JsonObject]) -> Verdict:
         return {"error": f"rank 0: {reason_of(error)}"}
     deleted, warnings = _retire(begun)
     warnings = [*commit.report_once(pending.unreadable), *warnings]
-    return {"error": None, "folder": str(folder), "deleted": deleted, "warnings": warnings}
+    return {"folder": str(folder), "deleted": deleted, "warnings": warnings}
 
 
 def _retire(begun: PendingSave) -> tuple[list[int], list[str]]:
@@ -257,11 +245,13 @@ def _retire(begun: PendingSave) -> tuple[list[int], list[str]]:
     return deleted, warnings
 
 
-def conclude(begun: PendingSave, verdict: Verdict | None, group: ProcessGroup | None) -> SaveResult:
+def conclude(
+    begun: PendingSave, verdict: JsonObject | None, group: ProcessGroup | None
+) -> SaveResult:
     """Broadcast the result of `complete` from rank 0.  Collective.  Raises SaveFailed."""
     verdict = broadcast_json(verdict, group)
     assert verdict is not None
-    if verdict["error"]:
+    if "error" in verdict:
         raise SaveFailed(save_failed(begun.folder.parent, begun.iteration, verdict["error"]))
     return SaveResult(
         Path(verdict["folder"]),
@@ -285,7 +275,7 @@ def load(
 
     Collective over ``group``, which spans all ranks; None is a world of one.  Keys that begin with
     a prefix in ``leave_out`` may be in the checkpoint unused.  ``cast`` allows another dtype.
-    ``replica_groups``: see `fill_shared`; without them each rank reads all the bytes it needs.
+    ``replica_groups``: see `_fill_shared`; without them each rank reads all the bytes it needs.
     Raises on every rank alike: CheckpointDamaged if files differ from what was written,
     CheckpointError if tensors do not match.  After a read error, ``wanted`` is partly filled.
     """
@@ -295,9 +285,8 @@ def load(
     agreed = agree(folder, plan, stored, group, strictness, leave_out)
     assert reader is not None
     with reader:
-        read = partial(fill, reader=reader, cast=cast)
-        groups = replica_groups or {}
-        all_or_none(partial(fill_shared, wanted, reader, groups, read), folder, group)
+        fill_all = partial(_fill_shared, wanted, reader, replica_groups or {}, cast)
+        all_or_none(fill_all, folder, group)
     return agreed
 
 
@@ -312,19 +301,10 @@ def fill(wanted: Sequence[ShardedTensor], reader: CheckpointReader, *, cast: boo
         if tensor.key in reader.tensors:
             reader.load(tensor, cast=cast)
 
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    threads = max(1, min(_MAX_THREADS, _processors() // max(1, ranks)))
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(_MAX_THREADS) as pool:
         for part in weights_then_state(wanted):
             largest_first = sorted(part, key=lambda tensor: -tensor.num_bytes)
             deque(pool.map(fill_one, largest_first), maxlen=0)
-
-
-def _processors() -> int:
-    """Return the number of CPUs of this process; a launcher may bind each rank to some."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _plan(
@@ -335,12 +315,9 @@ def _plan(
         reader = open_reader(folder)
     except (CheckpointError, OSError) as error:
         return None, {"error": error_as_json(error)}
-    problems = []
-    for tensor in wanted:
-        stored = reader.tensors.get(tensor.key)
-        problem = stored and mismatch(tensor, stored, cast=cast)
-        if problem:
-            problems.append(problem)
+    stored = reader.tensors
+    found = (mismatch(t, stored[t.key], cast=cast) for t in wanted if t.key in stored)
+    problems = [problem for problem in found if problem]
     keys = [t.key for t in wanted if t.replica is not None and t.replica.index == 0]
     return reader, {"problems": problems, "wanted": keys}
 
@@ -355,20 +332,18 @@ def save_failed(root: Path, iteration: int, reason: str) -> str:
 
 _READ_AHEAD = 4  # pieces of one rank in host memory before they are broadcast
 
-Fill = Callable[[Sequence[ShardedTensor]], None]
 
-
-def fill_shared(
+def _fill_shared(
     wanted: Sequence[ShardedTensor],
     reader: CheckpointReader,
     groups: Mapping[str, ProcessGroup],
-    fill: Fill,
+    cast: bool,
 ) -> None:
     """Fill the views of ``wanted`` from ``reader``.
 
-    ``groups`` maps `Replica.among` to the group whose ranks hold the same pieces; ``fill`` reads
-    the tensors that no other rank of these groups holds.  Collective over every group.  Raises
-    CheckpointError and OSError after the last collective, on the rank that cannot read.
+    ``groups`` maps `Replica.among` to the group whose ranks hold the same pieces.  Collective over
+    every group.  Raises CheckpointError and OSError after the last collective, on the rank that
+    cannot read.
     """
     errors: list[Exception] = []
     active = {among: group for among, group in groups.items() if group.size() > 1}
@@ -377,7 +352,7 @@ def fill_shared(
             held = [t for t in part if t.key in reader.tensors and _among(t) == among]
             errors += _broadcast(held, reader, group)
         try:
-            fill([t for t in part if _among(t) not in active])
+            fill([t for t in part if _among(t) not in active], reader, cast=cast)
         except (CheckpointError, OSError) as error:
             errors.append(error)
     if errors:
@@ -394,7 +369,7 @@ def _broadcast(
     """Read this rank's share of ``tensors`` and broadcast it; return the errors of its reads."""
     errors: list[Exception] = []
 
-    def read(tensor: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def read(tensor: ShardedTensor, offset: Shape, shape: Shape) -> Tensor:
         buffer = torch.empty(shape, dtype=reader.tensors[tensor.key].dtype)
         try:
             fault_point("load.tensor")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -107,8 +107,12 @@ def load(
     _only_default_strategies(sharded_strategy, common_strategy)
     group, folder = _world(), Path(checkpoint_dir)
     mode = StrictHandling(strict)
-    requested = _map(sharded_state_dict, _build)
-    wanted = [entry for _, entry in _leaves(requested) if isinstance(entry, ShardedTensor)]
+    built: dict[int, object] = {}
+    wanted = [
+        entry
+        for _, entry in _leaves(_build(sharded_state_dict, built))
+        if isinstance(entry, ShardedTensor)
+    ]
     differences = serialization.load(
         folder,
         wanted,
@@ -123,7 +127,6 @@ def load(
         content = reader.common()
         objects = content.get(_OBJECTS, {})
         common = decode(content.get(_COMMON, {}), reader.read)
-        absent = set(differences.absent)
 
         def loaded(entry: object) -> object:
             if isinstance(entry, ShardedObject):
@@ -132,12 +135,11 @@ def load(
                 return decode(objects[entry.unique_key], reader.read)
             if isinstance(entry, LocalNonpersistentObject):
                 return entry.unwrap()
-            if isinstance(entry, ShardedTensor):
-                return _ABSENT if entry.key in absent else entry.data
+            if isinstance(entry, ShardedTensor) and entry.key not in differences.absent:
+                return entry.data
             return _ABSENT  # common values are loaded from the checkpoint
 
-        state: StateDict = _merge(common, _prune(_map(requested, loaded)))
-    state = _merge_factories(sharded_state_dict, state)
+        state: StateDict = _filled(sharded_state_dict, common, loaded, built)
     if mode.value.startswith("return"):
         return state, set(differences.unused), set(differences.absent)
     return state
@@ -186,14 +188,15 @@ def _write(
     try:
         if not folder.is_dir():
             raise CheckpointError("this folder does not exist: make it first")
-        built = _map(sharded_state_dict, _build)
+        built = _build(sharded_state_dict, {})
         for path, entry in _leaves(built):
             if isinstance(entry, ShardedTensor):
                 tensors.setdefault(entry.key, entry)  # tied weights are one tensor
             elif isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
                 objects[entry.unique_key] = encode(entry.data, path)
         if rank == 0:
-            plain = _prune(_map(built, _common_value))
+            sharded = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
+            plain = _filled(built, {}, lambda e: _ABSENT if isinstance(e, sharded) else e, {})
             common = {_COMMON: encode(plain, _COMMON, common_tensors)}
         records = to_write(tensors.values(), share_work=False)
         for place, tensor in common_tensors.items():
@@ -240,28 +243,52 @@ def _complete(folder: Path, written: Sequence[JsonObject], common: JsonObject) -
     return None
 
 
-def _build(entry: object) -> object:
-    """Replace a factory by the state dict that it builds; return other entries unchanged."""
-    return _map(entry.build(), _build) if isinstance(entry, ShardedTensorFactory) else entry
+def _build(value: object, built: dict[int, object]) -> object:
+    """Return a copy of the tree in which each factory is replaced by the tree that it builds.
+
+    Those trees are added to ``built``, by the id of their factory.
+    """
+    if isinstance(value, dict):
+        return {key: _build(entry, built) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_build(entry, built) for entry in value]
+    if isinstance(value, ShardedTensorFactory):
+        tree = _build(value.build(), built)
+        built[id(value)] = tree
+        return tree
+    return value
 
 
-def _merge_factories(requested: object, state: object) -> Nested:
-    """Pass the values loaded for each factory to its ``merge_fn``."""
-    if isinstance(requested, ShardedTensorFactory):
-        return requested.merge_fn(state)
-    if isinstance(requested, dict) and isinstance(state, dict):
-        return {
-            k: _merge_factories(requested[k], v) if k in requested else v for k, v in state.items()
+def _filled(
+    requested: object,
+    common: Nested,
+    value_of: Callable[[object], object],
+    built: Mapping[int, object],
+) -> Nested:
+    """Return the tree ``common`` with the values of the leaves of ``requested``.
+
+    If ``value_of`` returns `_ABSENT` for a leaf, that of ``common`` stays.  A dict without any is
+    left out; in a list None replaces it, so that the other entries keep their positions.  The
+    values for a factory are passed to its ``merge_fn``.
+    """
+    if isinstance(requested, ShardedTensorFactory) and id(requested) in built:
+        found = _filled(built[id(requested)], common, value_of, {})
+        return found if found is _ABSENT else requested.merge_fn(found)
+    if isinstance(requested, dict):
+        have = common if isinstance(common, dict) else {}
+        values = {
+            key: _filled(entry, have.get(key, _ABSENT), value_of, built)
+            for key, entry in requested.items()
         }
-    if isinstance(requested, list) and isinstance(state, list):
-        pairs = zip(requested, state, strict=False)
-        return [*(_merge_factories(a, s) for a, s in pairs), *state[len(requested) :]]
-    return state
-
-
-def _common_value(entry: object) -> object:
-    sharded = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
-    return _ABSENT if isinstance(entry, sharded) else entry
+        found = {**have, **{key: v for key, v in values.items() if v is not _ABSENT}}
+        return found if found or not requested else common
+    if isinstance(requested, list):
+        is_same = isinstance(common, list) and len(common) == len(requested)
+        pairs = zip(requested, common if is_same else [_ABSENT] * len(requested), strict=True)
+        entries = [_filled(entry, other, value_of, built) for entry, other in pairs]
+        return [None if entry is _ABSENT else entry for entry in entries]
+    value = value_of(requested)
+    return common if value is _ABSENT else value
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
@@ -274,45 +301,3 @@ def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
             yield from _leaves(entry, f"{path}.{number}")
     else:
         yield path, value
-
-
-def _map(value: object, change: Callable[[object], object]) -> object:
-    """Return a copy of the tree with each leaf replaced by ``change(leaf)``."""
-    if isinstance(value, dict):
-        return {key: _map(entry, change) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_map(entry, change) for entry in value]
-    return change(value)
-
-
-def _prune(value: object) -> object:
-    """Return the tree without absent entries, and without dicts that this leaves empty.
-
-    In a list None replaces an absent entry, so that the other entries keep their positions.
-    """
-    if isinstance(value, dict):
-        kept = {key: _prune(entry) for key, entry in value.items()}
-        return {
-            key: entry
-            for key, entry in kept.items()
-            if entry is not _ABSENT and not (entry == {} and value[key] != {})
-        }
-    if isinstance(value, list):
-        kept_items = [_prune(entry) for entry in value]
-        return [None if entry is _ABSENT else entry for entry in kept_items]
-    return value
-
-
-def _merge(common: object, sharded: object) -> Nested:
-    """Merge two trees; if both have a value, the sharded one is used."""
-    if isinstance(common, dict) and isinstance(sharded, dict):
-        keys = [*common, *(key for key in sharded if key not in common)]
-        return {
-            key: _merge(common[key], sharded[key])
-            if key in common and key in sharded
-            else (sharded[key] if key in sharded else common[key])
-            for key in keys
-        }
-    if isinstance(common, list) and isinstance(sharded, list) and len(common) == len(sharded):
-        return [_merge(c, s) for c, s in zip(common, sharded, strict=True)]
-    return common if sharded is None else sharded

@@ -10,6 +10,7 @@ with the same result or the same error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +24,8 @@ from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.folders import RELEASE
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.local import (
-    LocalContent,
     find_local,
     load_local,
-    local_common,
 )
 from megatron.core.dist_checkpointing.manifest import RERUN_STATE, RNG_STATE
 from megatron.core.dist_checkpointing.mapping import (
@@ -173,40 +172,38 @@ def _load_local(config: CheckpointConfig, parts: RunParts, start: Start | None) 
         return None
     root = parts_root(config)
     world = parts.groups.world
-    decided_ns = broadcast_json(_decided_ns(config) if world.rank() == 0 else 0, world)
+    decided_ns = 2**63  # `choose_source` reports errors of --load
+    if world.rank() == 0:
+        with suppress(CheckpointError, OSError):
+            choice = find(config.load, None, lenient=config.load_newest_valid)
+            decided_ns = decided_at_ns(config, choice)
+    decided_ns = broadcast_json(decided_ns, world)
     found, notes = find_local(root, layout_of(parts.groups), decided_ns, world)
     for note in notes:
         print_rank_0(f"NOTE: {note}; going on from another checkpoint")
     if found is None:
         return None
-    args = local_common(found, world)["args"]
-    if start is not None and args.get(STARTED_FROM) != start["folder"]:
-        print_rank_0(f"NOTE: the local checkpoint in {root} is of another run: it is not loaded")
-        return None
+    saved = found.common
     if start is not None:
+        if saved["args"].get(STARTED_FROM) != start["folder"]:
+            print_rank_0(
+                f"NOTE: the local checkpoint in {root} is of another run: it is not loaded"
+            )
+            return None
         print_rank_0(describe_start(config, {**start, "is_continued": True}))
     print_rank_0(f" loading local checkpoint from {root} at iteration {found.iteration}")
-    content = load_local(found, _wanted_tensors(config, parts), world)
-    common = all_or_none(partial(_check_local, content, root), root, world)
+    state = load_local(found, _wanted_tensors(config, parts), world) or {}
+
+    def check() -> RunContent:
+        check_rank_state(state, root)
+        return check_common(saved, root)
+
+    common = all_or_none(check, root, world)
     _check_model(parts, common, root, is_finetuning=False)
-    loaded = _restore(config, parts, common, content.rank_state or {}, str(root))
+    loaded = _restore(config, parts, common, state, str(root))
     _log_loaded(parts, str(root), found.iteration)
     exit_report.note(loaded_from=str(root))
     return loaded
-
-
-def _check_local(content: LocalContent, root: Path) -> RunContent:
-    if content.rank_state is not None:
-        check_rank_state(content.rank_state, root)
-    return check_common(content.common, root)
-
-
-def _decided_ns(config: CheckpointConfig) -> int:
-    """Return `decided_at_ns` for ``--load``; `choose_source` reports its errors."""
-    try:
-        return decided_at_ns(config, find(config.load, None, lenient=config.load_newest_valid))
-    except (CheckpointError, OSError):
-        return 2**63
 
 
 def _loads_optimizer(config: CheckpointConfig, parts: RunParts) -> bool:
@@ -216,11 +213,8 @@ def _loads_optimizer(config: CheckpointConfig, parts: RunParts) -> bool:
 def _wanted_tensors(config: CheckpointConfig, parts: RunParts) -> list[ShardedTensor]:
     tensors = model_tensors(parts)
     if config.moe_use_upcycling:
-        model, granularity = (
-            get_model_config(parts.model_chunks[0]),
-            config.moe_upcycling_granularity,
-        )
-        return list(as_dense(tensors, model, granularity))
+        model = get_model_config(parts.model_chunks[0])
+        return list(as_dense(tensors, model, config.moe_upcycling_granularity))
     if _loads_optimizer(config, parts):
         tensors += optimizer_tensors(parts)
     elif config.load_main_params_from_ckpt:
@@ -255,15 +249,17 @@ def _load_folder(
     weights_only = source["weights_only"]
     common = _on_rank_0(partial(_check_folder, folder, config, parts), folder, world)
     log_if_renamed(folder, common["iteration"])
-    is_reward_model = bool((parts.asked or {}).get(_REWARD_MODEL))
-    begins_reward_model = is_reward_model and not common["args"].get(_REWARD_MODEL)
-    if begins_reward_model and not weights_only:
-        raise CheckpointError(
-            f"{folder} holds a language model, whose optimizer state does not fit a reward model: "
-            "give --finetune"
-        )
-    if is_reward_model:  # it needs no output layer in the checkpoint
+    if (parts.asked or {}).get(_REWARD_MODEL):
+        # It needs no output layer in the checkpoint, and may begin with a language model.
         parts = replace(parts, unused=(*parts.unused, _OUTPUT_LAYER))
+        begins_reward_model = not common["args"].get(_REWARD_MODEL)
+        if begins_reward_model and not weights_only:
+            raise CheckpointError(
+                f"{folder} holds a language model, whose optimizer state does not fit a reward "
+                "model: give --finetune"
+            )
+    else:
+        begins_reward_model = False
     explanation = _check_model(parts, common, folder, is_finetuning=source["is_finetuning"])
     at = "" if weights_only else f" at iteration {common['iteration']}"
     kind = f" {RELEASE}" if folder.name == RELEASE else ""
@@ -272,9 +268,15 @@ def _load_folder(
     wanted = _wanted_tensors(config, parts)
     if begins_reward_model:  # its head keeps its initial values
         wanted = [tensor for tensor in wanted if tensor.key != _REWARD_HEAD]
-    wanted, base = _choose_by_adapters(
-        config, parts, folder, common, with_adapters, explanation, wanted
-    )
+    named = base_named_in(common["args"])
+    base: BaseModel | None = None
+    if with_adapters and named is None:  # the folder may be the base
+        wanted = of_base(wanted)
+    elif with_adapters and named is not None:
+        wanted = of_adapters(wanted)
+        base = _load_base(config, parts, folder, named, explanation)
+    elif named is not None:
+        refuse_adapters(folder)
     if config.allow_missing_vision_projection_checkpoint:
         present = _on_rank_0(partial(_projector_keys, folder), folder, world)
         wanted = [t for t in wanted if _PROJECTOR not in t.key or t.key in present]
@@ -298,7 +300,7 @@ def _load_folder(
     if with_adapters and base is None:
         base = identify(parts, path)
     sections.monitor.has_loaded = True
-    state = {} if weights_only else read_rank_state(config, folder, parts)
+    state = {} if weights_only else _read_rank_state(config, folder, parts)
     loaded = _restore(config, parts, common, state, path, weights_only=weights_only)
     # A program that does not train has no iteration of its own: report the checkpoint's.
     is_training = parts.optimizer is not None
@@ -316,8 +318,20 @@ def _restore(
     weights_only: bool = False,
 ) -> Loaded:
     """Restore all values besides tensors; ``state``: that of this rank."""
-    has_schedule = restore_scalars(config, parts, common)
-    restore_rank_state(config, parts, state)
+    optimizer, schedule = parts.optimizer, common["opt_param_scheduler"]
+    has_schedule = False
+    if optimizer is not None and not config.no_load_optim:
+        assert common["optimizer"] is not None, "the checkpoint holds an optimizer, as was checked"
+        optimizer.load_scalar_state(common["optimizer"])
+        if parts.scheduler is not None and schedule is not None:
+            parts.scheduler.load_state_dict(schedule)
+            has_schedule = True
+    elif optimizer is not None and not config.load_main_params_from_ckpt:
+        optimizer.reload_model_params()
+    if RNG_STATE in state and not config.no_load_rng:
+        set_rng_state(state[RNG_STATE])
+    if RERUN_STATE in state and parts.rerun is not None:
+        parts.rerun.load_saved_state(state[RERUN_STATE])
     if weights_only:
         return Loaded(iteration=0, has_schedule=has_schedule, folder=folder, started_from=folder)
     return Loaded(
@@ -328,29 +342,6 @@ def _restore(
         folder=folder,
         started_from=started_from(common),
     )
-
-
-def _choose_by_adapters(
-    config: CheckpointConfig,
-    parts: RunParts,
-    folder: Path,
-    common: RunContent,
-    with_adapters: bool,
-    explanation: str,
-    wanted: list[ShardedTensor],
-) -> tuple[list[ShardedTensor], BaseModel | None]:
-    """Return the tensors of ``wanted`` that the folder holds, and the base that was loaded.
-
-    A folder of adapters names its base, which is loaded here; another folder may be the base.
-    """
-    named = base_named_in(common["args"])
-    if not with_adapters:
-        if named is not None:
-            refuse_adapters(folder)
-        return wanted, None
-    if named is None:
-        return of_base(wanted), None
-    return of_adapters(wanted), _load_base(config, parts, folder, named, explanation)
 
 
 def _projector_keys(folder: Path) -> list[str]:
@@ -466,53 +457,27 @@ def _check_folder(folder: Path, config: CheckpointConfig, parts: RunParts) -> Ru
     return common
 
 
-def read_rank_state(config: CheckpointConfig, folder: Path, parts: RunParts) -> JsonObject:
+def _read_rank_state(config: CheckpointConfig, folder: Path, parts: RunParts) -> JsonObject:
     """Return this rank's state, empty if the layout of the checkpoint differs.
 
     Collective over all ranks.
     """
+    world = parts.groups.world
 
     def read() -> JsonObject | None:
         with open_reader(folder) as reader:
             is_same = reader.manifest.layout == layout_of(parts.groups)
-            state = reader.rank_state(parts.groups.world.rank()) if is_same else None
+            state = reader.rank_state(world.rank()) if is_same else None
             return None if state is None else check_rank_state(state, folder)
 
-    state = all_or_none(read, folder, parts.groups.world)
-    if not is_so_everywhere(state is not None, parts.groups.world) or state is None:
-        if not config.no_load_rng:
-            print_rank_0(
-                "NOTE: random states, and the state of a step that would be computed again, are "
-                "not restored: the checkpoint was written in another layout"
-            )
-        if parts.rerun is not None and parts.rerun.mode != RerunMode.DISABLED:
-            log("Job sharding has changed: Rerun state will be ignored", once=True)
-        return {}
-    return state
-
-
-def restore_rank_state(config: CheckpointConfig, parts: RunParts, state: JsonObject) -> None:
-    """Restore the random states, and the state of a step that would be computed again."""
-    if RNG_STATE in state and not config.no_load_rng:
-        set_rng_state(state[RNG_STATE])
-    if RERUN_STATE in state and parts.rerun is not None:
-        parts.rerun.load_saved_state(state[RERUN_STATE])
-
-
-def restore_scalars(config: CheckpointConfig, parts: RunParts, common: RunContent) -> bool:
-    """Restore the state of optimizer and scheduler besides tensors.
-
-    Returns whether the checkpoint had the state of the scheduler.
-    """
-    if parts.optimizer is None:
-        return False
-    if config.no_load_optim:
-        if not config.load_main_params_from_ckpt:
-            parts.optimizer.reload_model_params()
-        return False
-    assert common["optimizer"] is not None, "the checkpoint holds an optimizer, as was checked"
-    parts.optimizer.load_scalar_state(common["optimizer"])
-    if parts.scheduler is None or common["opt_param_scheduler"] is None:
-        return False
-    parts.scheduler.load_state_dict(common["opt_param_scheduler"])
-    return True
+    state = all_or_none(read, folder, world)
+    if is_so_everywhere(state is not None, world):
+        return state or {}
+    if not config.no_load_rng:
+        print_rank_0(
+            "NOTE: random states, and the state of a step that would be computed again, are "
+            "not restored: the checkpoint was written in another layout"
+        )
+    if parts.rerun is not None and parts.rerun.mode != RerunMode.DISABLED:
+        log("Job sharding has changed: Rerun state will be ignored", once=True)
+    return {}

@@ -220,9 +220,9 @@ def _read_local(root: Path) -> Content:
     if found is None:
         return {"notes": True}
     wanted = [_record(key, torch.zeros_like(value)) for key, value in global_tensors().items()]
-    content = load_local(found, wanted, Alone())  # type: ignore[arg-type]
-    check_common(content.common, root)
-    return {"tensors": {t.key: t.pieces[0].data for t in wanted}, "common": content.common}
+    load_local(found, wanted, Alone())  # type: ignore[arg-type]
+    check_common(found.common, root)
+    return {"tensors": {t.key: t.pieces[0].data for t in wanted}, "common": found.common}
 
 
 def _change_local(root: Path, rng: random.Random) -> Change:

@@ -170,7 +170,7 @@ def unreadable(path):
     yield "symbolic links"
     path.unlink()
     path.write_text("[" * 100_000)
-    yield "nested too deeply"
+    yield "is no JSON"
     path.write_text(json.dumps(body_of(whole) | {"version": {}}))
     yield "checksum"
     for changed in ({"version": None}, {"files": [1]}, {"files": {"a": {}}}, {"sequence": "1"}):

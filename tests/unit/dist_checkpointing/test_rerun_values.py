@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 
 import pytest
 
 from megatron.core import rerun_state_machine as reference
-from megatron.core.dist_checkpointing.megatron_formats.archive import pickled
+from megatron.core.dist_checkpointing.megatron_formats.archive import _PROTOCOL, _Pickler
 from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
     reference_mode,
     reference_rerun,
@@ -17,6 +18,13 @@ from megatron.core.dist_checkpointing.megatron_formats.unpickler import unpickle
 from megatron.core.rerun.faults import RerunMode, RerunState
 from megatron.core.rerun.state_machine import RerunStateMachine
 from tests.unit.test_rerun_state_machine import NAN, RESTART, STOP, Run
+
+
+def pickled(value: object) -> bytes:
+    """The pickle in an archive."""
+    file = io.BytesIO()
+    _Pickler(file, _PROTOCOL).dump(value)
+    return file.getvalue()
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ The checksum that torch.save stores for every storage is compared at the first r
 
 from __future__ import annotations
 
-import copyreg
-import io
 import mmap
 import os
 import pickle
@@ -21,15 +19,21 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
-from typing import Any, BinaryIO, ClassVar, TypeVar
+from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
-from megatron.core.config.value_types import Unpickled
+from megatron.core.config.value_types import Shape, Unpickled
 from megatron.core.dist_checkpointing import manifest
-from megatron.core.dist_checkpointing.manifest import MALFORMED, are_counts, reading
+from megatron.core.dist_checkpointing.manifest import (
+    MALFORMED,
+    FileEntry,
+    adopt_file,
+    are_counts,
+    reading,
+)
 from megatron.core.dist_checkpointing.megatron_formats.unpickler import Storage, unpickle
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -48,17 +52,16 @@ class MappedFile:
             self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._checked: set[int] = set()
 
-    def check(self, start: int, num_bytes: int, crc32: int, name: str) -> None:
+    def check(self, start: int, num_bytes: int, crc32: int) -> None:
         """Compare a record with its checksum, once.  Raises CheckpointDamaged."""
-        if start in self._checked:
-            return
-        with memoryview(self.bytes) as view, view[start : start + num_bytes] as record:
-            found = manifest.crc32(record)
-        if found != crc32:
-            raise CheckpointDamaged(
-                f"{self.path} is damaged: {name} at byte {start} does not fit its checksum"
-            )
-        self._checked.add(start)
+        if start not in self._checked:
+            with memoryview(self.bytes) as view, view[start : start + num_bytes] as record:
+                found = manifest.crc32(record)
+            if found != crc32:
+                raise CheckpointDamaged(
+                    f"{self.path} is damaged: a tensor at byte {start} does not fit its checksum"
+                )
+            self._checked.add(start)
 
 
 View = TypeVar("View", bound="ArrayView")
@@ -70,8 +73,8 @@ class ArrayView(ABC):
 
     dtype: torch.dtype
     offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    shape: Shape
+    stride: Shape
 
     def read(self) -> Tensor:
         """Return a copy of the values in host memory.  Raises CheckpointDamaged."""
@@ -83,10 +86,6 @@ class ArrayView(ABC):
     @abstractmethod
     def _elements(self, count: int) -> Tensor:
         """Return a copy of ``count`` values starting at ``offset``."""
-
-    def item(self) -> int | float | bool:
-        """Return the value of a one-element array."""
-        return self.read().item()
 
     def narrow(self: View, *box: slice) -> View:
         """Return the box given by one slice per leading dimension; the others are complete."""
@@ -100,7 +99,7 @@ class ArrayView(ABC):
         one = self.narrow(slice(index, index + 1))
         return replace(one, shape=one.shape[1:], stride=one.stride[1:])
 
-    def flat(self: View, begin: int, shape: tuple[int, ...]) -> View:
+    def flat(self: View, begin: int, shape: Shape) -> View:
         """Return ``prod(shape)`` elements of a contiguous array from ``begin``, with ``shape``."""
         stride = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
         return replace(self, offset=self.offset + begin, shape=shape, stride=stride)
@@ -120,7 +119,7 @@ class StoredArray(ArrayView):
     crc32: int
 
     def _elements(self, count: int) -> Tensor:
-        self.file.check(self.start, self.num_bytes, self.crc32, "a tensor")
+        self.file.check(self.start, self.num_bytes, self.crc32)
         size = self.dtype.itemsize
         raw = torch.frombuffer(
             self.file.bytes,
@@ -149,7 +148,11 @@ def load_archive(file: MappedFile, begin: int = 0, length: int | None = None) ->
             f"{path} is in the format that torch wrote before 1.6: load and save it with torch once"
         )
     try:
-        with zipfile.ZipFile(_Window(file.bytes, begin, end)) as archive:
+        with (
+            open(path, "rb") as stream,
+            _Prefix(stream.fileno(), end, access=mmap.ACCESS_READ) as prefix,
+            zipfile.ZipFile(cast(BinaryIO, prefix)) as archive,
+        ):
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             pickled = archive.read(records["data.pkl"])
             order = archive.read(records["byteorder"]) if "byteorder" in records else b"little"
@@ -157,18 +160,23 @@ def load_archive(file: MappedFile, begin: int = 0, length: int | None = None) ->
         raise CheckpointDamaged(f"{path} is damaged at byte {begin}: {error}") from None
     if order != b"little":
         raise CheckpointError(f"{path} was written on a machine of the other byte order")
-    return unpickle(pickled, path, _rebuild(file, begin, end, records))
+    return unpickle(pickled, path, _rebuild(file, end, records))
+
+
+class _Prefix(mmap.mmap):
+    """The bytes of a file up to the end of an archive, which zipfile searches from the end."""
+
+    def seekable(self) -> bool:  # not before Python 3.13
+        return True
 
 
 def _rebuild(
-    file: MappedFile, begin: int, end: int, records: dict[str, zipfile.ZipInfo]
+    file: MappedFile, end: int, records: dict[str, zipfile.ZipInfo]
 ) -> Callable[..., StoredArray]:
-    def rebuild(
-        storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
-    ) -> StoredArray:
+    def rebuild(storage: Storage, offset: int, shape: Shape, stride: Shape) -> StoredArray:
         dtype, key, numel = storage
         info = records[f"data/{key}"]
-        header = begin + info.header_offset
+        header = info.header_offset
         magic, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(file.bytes, header)
         start = header + _LOCAL_HEADER.size + name_bytes + extra_bytes
         last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
@@ -184,50 +192,19 @@ def _rebuild(
     return rebuild
 
 
-class _Window(io.RawIOBase):
-    """File object over bytes ``begin`` to ``end`` of a map; reads copy only the bytes requested."""
-
-    def __init__(self, data: mmap.mmap, begin: int, end: int) -> None:
-        self._data, self._begin, self._size, self._at = data, begin, end - begin, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise OSError("it ends too early")
-        self._at = base + offset
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        stop = self._size if size < 0 else min(self._at + size, self._size)
-        data = self._data[self._begin + self._at : self._begin + max(stop, self._at)]
-        self._at += len(data)
-        return data
-
-
 _PROTOCOL = 2  # as torch.save
 # Modules that were renamed -> their old names, which every reader can import.
 _OLD_HOMES = {"numpy._core.multiarray": "numpy.core.multiarray"}
 
 
 class Named:
-    """An object of a class known only by name: its ``state``, or the ``args`` of its constructor.
+    """An object of a class known only by name: the arguments of its constructor."""
 
-    A plain dictionary as ``state`` becomes its attributes.
-    """
-
-    def __init__(self, *, state: object = None, args: tuple[object, ...] | None = None) -> None:
-        self.state, self.args = state, args
+    def __init__(self, *args: object) -> None:
+        self.args = args
 
     def __reduce__(self) -> tuple[object, ...]:
-        if self.args is not None:
-            return type(self), self.args
-        return copyreg.__newobj__, (type(self),), self.state  # type: ignore[attr-defined]
+        return type(self), self.args
 
 
 def named(module: str, name: str) -> type[Named]:
@@ -252,21 +229,17 @@ class _Pickler(pickle._Pickler):
 _MODULE = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
 
 
-def pickled(value: object) -> bytes:
-    """Return the pickle of ``value``."""
-    file = io.BytesIO()
-    _Pickler(file, _PROTOCOL).dump(value)
-    return file.getvalue()
-
-
-def write_archive(target: Path | BinaryIO, value: object) -> None:
+def write_archive(file: BinaryIO, value: object) -> None:
     """Write ``value`` as torch.save does.  Raises OSError."""
-    if isinstance(target, Path):
-        with open(target, "wb") as file:  # torch's own file writer hides the OSError of a full disk
-            write_archive(file, value)
-        return
     with full_disk_errors():
-        torch.save(value, target, pickle_module=_MODULE, pickle_protocol=_PROTOCOL)
+        torch.save(value, file, pickle_module=_MODULE, pickle_protocol=_PROTOCOL)
+
+
+def save_archive(path: Path, value: object) -> FileEntry:
+    """Write ``value`` to ``path`` as torch.save does, and fsync it.  Raises OSError."""
+    with open(path, "wb") as file:  # torch's own file writer hides the OSError of a full disk
+        write_archive(file, value)
+    return adopt_file(path)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megatron.core.config.errors import CheckpointDamaged
-from megatron.core.config.value_types import Unpickled
+from megatron.core.config.value_types import Shape, Unpickled
 from megatron.core.dist_checkpointing.manifest import (
     METADATA,
     are_counts,
@@ -47,9 +47,9 @@ class DcpTensor:
     """
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Shape
     chunks: tuple[ForeignPiece, ...]
-    unflattened: tuple[int, ...] | None
+    unflattened: Shape | None
 
 
 class DcpIndex:
@@ -66,13 +66,9 @@ class DcpIndex:
         with reading(path):
             data = path.read_bytes()
         metadata = unpickle(data, path)
-        self._loaded: dict[tuple[str, tuple[int, ...] | None], Unpickled] = {}
+        self._loaded: dict[tuple[str, Shape | None], Unpickled] = {}
         with parsing(path):
             self._read(metadata)
-
-    def object(self, key: str) -> Unpickled:
-        """Return the object (not a tensor) saved under ``key``."""
-        return self._load(key, None)
 
     def _read(self, metadata: Unpickled) -> None:
         self._places = {
@@ -106,8 +102,8 @@ class DcpIndex:
                 raise ValueError(f"{key} {list(shape)} is not in {length} bytes of {file.path}")
             yield ForeignPiece(offset, shape, partial(self._array, key, offset, shape))
 
-    def _array(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> StoredArray:
-        array = self._load(key, offset)
+    def _array(self, key: str, offset: Shape, shape: Shape) -> StoredArray:
+        array = self.load(key, offset)
         if not isinstance(array, StoredArray) or array.shape != shape:
             raise CheckpointDamaged(
                 f"{self.folder}: {key} at {list(offset)} is a {array}, {list(shape)} was written"
@@ -120,7 +116,7 @@ class DcpIndex:
             )
         return array
 
-    def _place(self, key: str, offset: tuple[int, ...] | None) -> tuple[MappedFile, int, int]:
+    def _place(self, key: str, offset: Shape | None) -> tuple[MappedFile, int, int]:
         place = self._places.get((key, offset))
         index = self.folder / METADATA
         if place is None:
@@ -137,13 +133,14 @@ class DcpIndex:
             )
         return file, place.offset, place.length
 
-    def _load(self, key: str, offset: tuple[int, ...] | None) -> Unpickled:
+    def load(self, key: str, offset: Shape | None = None) -> Unpickled:
+        """Return the object saved under ``key``, or the array of the box at ``offset``."""
         if (key, offset) not in self._loaded:
             self._loaded[key, offset] = load_archive(*self._place(key, offset))
         return self._loaded[key, offset]
 
 
-def _counts(values: Iterable[int]) -> tuple[int, ...]:
+def _counts(values: Iterable[int]) -> Shape:
     if not are_counts(list(values)):
         raise ValueError(f"{values!r} are no sizes")
     return tuple(values)

@@ -27,8 +27,9 @@ from functools import partial
 from io import BytesIO
 from itertools import product
 from math import prod
+from operator import floordiv
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Size, Tensor
@@ -42,12 +43,13 @@ from torch.distributed.checkpoint import (
     TensorStorageMetadata,
     WriteItem,
 )
+from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron.core.config.value_types import Arguments, StateDict
+from megatron.core.config.value_types import Arguments, Shape, StateDict
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing.formats import (
     Format,
@@ -74,6 +76,7 @@ from megatron.core.dist_checkpointing.mapping import LazyPiece, Piece, ShardedTe
 from megatron.core.dist_checkpointing.megatron_formats.archive import (
     compact,
     full_disk_errors,
+    save_archive,
     write_archive,
 )
 from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
@@ -81,6 +84,7 @@ from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
     layout_of,
 )
 from megatron.core.dist_checkpointing.megatron_formats.names import (
+    HALVES,
     blocks_of,
     fused_name,
     is_buffer,
@@ -91,9 +95,7 @@ from megatron.core.dist_checkpointing.megatron_formats.names import (
     split_layer,
     split_state,
 )
-from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import (
-    group_of,
-)
+from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import group_of, sort_of
 from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
     RERUN_SHARDS,
     grad_scaler,
@@ -107,8 +109,11 @@ from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
     reference_rng,
     reference_values,
 )
+from megatron.core.dist_checkpointing.megatron_formats.torch_dist import rng_shard
+from megatron.core.dist_checkpointing.safetensors_file import dtype_name
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
-from megatron.core.parallel.rank_grid import RankGrid
+
+Entry = TypeVar("Entry", bound=PlaceEntry)
 
 
 class DcpFile(DefaultSavePlanner):
@@ -121,17 +126,15 @@ class DcpFile(DefaultSavePlanner):
     def __init__(self, folder: Path, rank: int, step: int) -> None:
         super().__init__()
         self._folder = folder
-        self._step = step
         self._prefix = f"__{rank}_"
-        self._values: list[Callable[[], object]] = []
+        self._step = step
         self._items: list[WriteItem] = []
-        self._entries: list[PlaceEntry | PieceEntry] = []
+        self._values: list[tuple[PlaceEntry, Callable[[], object]]] = []
 
     def add(self, value: object) -> PlaceEntry:
         """Add an object other than a tensor."""
         entry = cast(PlaceEntry, {})
-        self._add(entry, WriteItem(self._next(), WriteItemType.BYTE_IO), lambda: value)
-        return entry
+        return self._add(entry, lambda: value, WriteItemType.BYTE_IO)
 
     def add_box(
         self,
@@ -141,28 +144,34 @@ class DcpFile(DefaultSavePlanner):
         make: Callable[[], Tensor],
     ) -> PieceEntry:
         """Add the box of a tensor that begins at ``offset``; ``make`` computes its values."""
-        chunk = ChunkStorageMetadata(Size(offset), Size(shape))
-        data = TensorWriteData(chunk, TensorProperties(dtype), Size(shape))
-        entry = cast(PieceEntry, {"offset": list(offset), "shape": list(shape)})
-        self._add(entry, WriteItem(self._next(), WriteItemType.TENSOR, tensor_data=data), make)
-        return entry
-
-    def _next(self) -> MetadataIndex:
-        return MetadataIndex(str(len(self._items)))
+        size = Size(shape)
+        data = TensorWriteData(
+            ChunkStorageMetadata(Size(offset), size), TensorProperties(dtype), size
+        )
+        return self._add(
+            cast(PieceEntry, {"offset": list(offset), "shape": list(shape)}),
+            lambda: compact(make().to(dtype).reshape(size)),
+            WriteItemType.TENSOR,
+            data,
+        )
 
     def _add(
-        self, entry: PlaceEntry | PieceEntry, item: WriteItem, make: Callable[[], object]
-    ) -> None:
-        self._items.append(item)
-        self._values.append(make)
-        self._entries.append(entry)
+        self,
+        entry: Entry,
+        make: Callable[[], object],
+        kind: WriteItemType,
+        data: TensorWriteData | None = None,
+    ) -> Entry:
+        index = MetadataIndex(str(len(self._items)))
+        self._items.append(WriteItem(index, kind, tensor_data=data))
+        self._values.append((entry, make))
+        return entry
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
         fault_point("save.tensor", step=self._step)
-        value = self._values[int(write_item.index.fqn)]()
-        data = write_item.tensor_data
-        if data is not None and isinstance(value, Tensor):
-            return compact(value.to(data.properties.dtype).reshape(data.size))
+        value = self._values[int(write_item.index.fqn)][1]()
+        if write_item.tensor_data is not None:
+            return cast(Tensor, value)
         buffer = BytesIO()
         write_archive(buffer, value)
         return buffer
@@ -173,10 +182,13 @@ class DcpFile(DefaultSavePlanner):
         The entry has the size but no checksum of the contents: each torch.save archive has its own.
         """
         plan = SavePlan(self._items, storage_data=_StoragePrefix(self._prefix))
+        # torch syncs before it flushes, so it syncs nothing; the values are on the host already.
+        writer = _Writer(self._folder, sync_files=False, per_thread_copy_ahead=0)
         with full_disk_errors():
-            results = _Writer(self._folder).write_data(plan, self).wait()
+            results = writer.write_data(plan, self).wait()
         for result in results:
-            place, entry = result.storage_data, self._entries[int(result.index.fqn)]
+            place = result.storage_data
+            entry, _ = self._values[int(result.index.fqn)]
             entry["file"] = place.relative_path
             entry["start"] = place.offset
             entry["num_bytes"] = place.length
@@ -188,11 +200,6 @@ class DcpFile(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Writer of values that are on the host; it syncs no file, as torch syncs before it flushes."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
-
     def storage_meta(self) -> StorageMeta:
         """Return no path and no random id, which torch would store in ``.metadata``."""
         return StorageMeta()
@@ -203,8 +210,8 @@ def write_metadata(
     tensors: Mapping[str, TensorEntry],
     objects: Mapping[str, PlaceEntry],
     *,
-    paths: Mapping[str, tuple[object, ...]] | None = None,
-    unflattened: Mapping[str, tuple[int, ...]] | None = None,
+    paths: Mapping[str, Sequence[object]] | None = None,
+    unflattened: Mapping[str, Sequence[int]] | None = None,
 ) -> FileEntry:
     """Write and fsync ``.metadata``.
 
@@ -212,33 +219,26 @@ def write_metadata(
     flattened tensors (`torch_dist`), None for a plain torch checkpoint.
     """
     metadata = Metadata({}, planner_data=paths)
-    results: list[WriteResult] = []
-
-    def add_place(index: MetadataIndex, place: PlaceEntry) -> None:
-        info = _StorageInfo(place["file"], place["start"], place["num_bytes"])
-        results.append(WriteResult(index, place["num_bytes"], info))
-
+    places: list[tuple[MetadataIndex, PlaceEntry]] = []
     for key, entry in tensors.items():
-        chunks = [
-            ChunkStorageMetadata(Size(piece["offset"]), Size(piece["shape"]))
-            for piece in entry["pieces"]
-        ]
-        properties = TensorProperties(getattr(torch, entry["dtype"]))
+        pieces = entry["pieces"]
         metadata.state_dict_metadata[key] = TensorStorageMetadata(
-            properties, Size(entry["shape"]), chunks
+            TensorProperties(getattr(torch, entry["dtype"])),
+            Size(entry["shape"]),
+            [ChunkStorageMetadata(Size(p["offset"]), Size(p["shape"])) for p in pieces],
         )
-        for piece in entry["pieces"]:
-            add_place(MetadataIndex(key, piece["offset"]), piece)
+        places += [(MetadataIndex(key, piece["offset"]), piece) for piece in pieces]
     for key, place in objects.items():
         metadata.state_dict_metadata[key] = BytesStorageMetadata()
-        add_place(MetadataIndex(key), place)
+        places.append((MetadataIndex(key), place))
     if unflattened is not None:
-        vars(metadata)["mcore_data"] = {
-            key: {"nd_reformulated_orig_global_shape": unflattened[key]}
-            if key in unflattened
-            else {}
-            for key in tensors
-        }
+        shapes = {key: {"nd_reformulated_orig_global_shape": s} for key, s in unflattened.items()}
+        vars(metadata)["mcore_data"] = {key: shapes.get(key, {}) for key in tensors}
+    results = [
+        WriteResult(index, size, _StorageInfo(place["file"], place["start"], size))
+        for index, place in places
+        for size in (place["num_bytes"],)
+    ]
     _Writer(folder).finish(metadata, [results])
     return adopt_file(folder / METADATA)
 
@@ -249,6 +249,7 @@ _BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+_SHARDING = "fully_sharded_model_space"
 # Matrices of Megatron-LM that may have an `_extra_state` entry.
 _MATRIX = re.compile(r"((?:\w+coder|mtp)\.layers\..*\b(?:linear_\w+|\w+_proj))\.weight(?:\.z)?$")
 
@@ -256,35 +257,44 @@ _MATRIX = re.compile(r"((?:\w+coder|mtp)\.layers\..*\b(?:linear_\w+|\w+_proj))\.
 def write_stacked_tensors(rank_save: RankSave) -> RankReport:
     """Write and fsync the file of one rank.  Not collective.  Raises OSError."""
     arguments = rank_save.arguments
-    rank_state = rank_save.contents.rank_state
     file = DcpFile(rank_save.folder, rank_save.rank, rank_save.iteration)
     report = RankReport()
     for tensor in (part for whole in rank_save.tensors for part in _in_blocks(whole, arguments)):
         key, stack = _reference_key(tensor.key, arguments)
-        is_plain = not stack and len(tensor.global_shape) < 2  # flat ranges of a vector are boxes
-        is_flat = tensor.is_flat and key.startswith(STATE_PREFIX) and not is_plain
-        found = report.tensors.get(key)
-        entry: TensorEntry = {
-            "shape": list(tensor.global_shape),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "pieces": [] if found is None else found["pieces"],
-            "cut": list(tensor.sharding) if is_flat else None,
-            "num_stacked": len(stack),
-        }
-        report.tensors[key] = entry
+        is_stacked = bool(stack) or len(tensor.global_shape) > 1
+        # Flat ranges of a vector are boxes.
+        is_flat = tensor.is_flat and key.startswith(STATE_PREFIX) and is_stacked
+        entry = report.tensors.setdefault(
+            key,
+            {
+                "shape": list(tensor.global_shape),
+                "dtype": dtype_name(tensor.dtype),
+                "pieces": [],
+                "cut": list(tensor.sharding) if is_flat else None,
+                "num_stacked": len(stack),
+            },
+        )
+        shard = _shard_shape(tensor)
         for offset, shape, make in _split_at_shards(tensor):
             front = stack
             if is_flat:
-                front += tuple(o // n for o, n in zip(offset, _shard_shape(tensor), strict=True))
-                offset, shape = (_start_in_shard(offset, tensor),), (prod(shape),)
-            box = [*front, *offset], (1,) * len(front) + shape
+                front += tuple(map(floordiv, offset, shard))
+                start = sum(
+                    o % n * prod(shard[d + 1 :])
+                    for d, (o, n) in enumerate(zip(offset, shard, strict=True))
+                )
+                offset, shape = (start,), (prod(shape),)
+            box = (*front, *offset), (1,) * len(front) + shape
             entry["pieces"].append(file.add_box(*box, tensor.dtype, make))
-    if rank_state is not None and RNG_STATE in rank_state:
-        state = [[reference_rng(rank_state[RNG_STATE])]]
-        report.objects[f"{RNG_STATE}/{rank_save.rank}"] = file.add(state)
-    if rank_state is not None and RERUN_STATE in rank_state:
-        shard = f"{RERUN_SHARDS}/shard_{rank_save.rank}_{int(arguments['world_size'])}"
-        report.objects[shard] = file.add([reference_rerun(rank_state[RERUN_STATE])])
+    state = rank_save.contents.rank_state or {}
+    layout = layout_of(arguments)
+    if RNG_STATE in state and layout:
+        key, at = rng_shard(layout, rank_save.rank)
+        if not (at["dp"] or at["cp"]):
+            report.objects[key] = file.add([[reference_rng(state[RNG_STATE])]])
+    if RERUN_STATE in state:
+        key = f"{RERUN_SHARDS}/shard_{rank_save.rank}_{int(arguments['world_size'])}"
+        report.objects[key] = file.add([reference_rerun(state[RERUN_STATE])])
     report.files.update(file.write())
     return report
 
@@ -294,12 +304,9 @@ def write_common_stacked(
 ) -> dict[str, FileEntry]:
     """Write and fsync the values common to all ranks: ``.metadata``, common.pt, metadata.json."""
     tensors = merge_tensors(report.tensors for report in reports)
-    states = {key: place for report in reports for key, place in report.objects.items()}
-    objects = {shard: states[key] for key, shard in _rng_shards(common).items() if key in states}
-    reruns = {key: place for key, place in states.items() if key.startswith(RERUN_SHARDS)}
-    objects |= reruns
-    unflattened: dict[str, tuple[int, ...]] = {}
-    matrices: dict[str, list[int]] = {}  # matrix -> numbers of stacked layers and experts
+    objects = {key: place for report in reports for key, place in report.objects.items()}
+    unflattened: dict[str, list[int]] = {}
+    extra = DcpFile(folder, len(reports), common["iteration"])
     for key, entry in tensors.items():
         counts = [
             1 + max(piece["offset"][dim] for piece in entry["pieces"])
@@ -308,40 +315,34 @@ def write_common_stacked(
         own = entry["shape"]
         entry["shape"] = [*counts, *own]
         if found := _MATRIX.match(key):
-            matrices[found[1]] = counts
+            counts_text = ".".join(map(str, counts or [1]))
+            for place in product(*map(range, counts or [1])):
+                shard = f"_extra_state/shard_{'.'.join(map(str, place))}_{counts_text}"
+                objects[f"{found[1]}.{shard}"] = extra.add([None])
         if entry["cut"] is not None:
-            unflattened[key] = tuple(entry["shape"])
-            entry["shape"] = _flat_shape(counts, own, entry["cut"])
+            # A tensor [X, Y] with shards [x, y] is stored with shape [X/x, Y/y, x*y].
+            dim, num_shards = entry["cut"]
+            unflattened[key] = entry["shape"]
+            grid = [num_shards if d == dim else 1 for d in range(len(own))]
+            entry["shape"] = [*counts, *grid, prod(own) // num_shards]
         check_written_once(key, entry)
-    extra = DcpFile(folder, len(reports), common["iteration"])
-    for matrix, counts in matrices.items():
-        shape = ".".join(map(str, counts or [1]))
-        for place in product(*map(range, counts or [1])):
-            shard = f"_extra_state/shard_{'.'.join(map(str, place))}_{shape}"
-            objects[f"{matrix}.{shard}"] = extra.add([None])
-    write_archive(folder / COMMON_FILE, _common_file(common, has_reruns=bool(reruns)))
-    files = extra.write()
-    return {
-        **files,
-        METADATA: write_metadata(folder, tensors, objects, unflattened=unflattened),
-        COMMON_FILE: adopt_file(folder / COMMON_FILE),
-        MANIFEST: write_text(folder / MANIFEST, json.dumps(_BACKENDS)),
-    }
-
-
-TORCH_DIST = Format("torch_dist", write_stacked_tensors, write_common_stacked, is_foreign=True)
-
-
-def _common_file(common: Common, *, has_reruns: bool) -> StateDict:
     values = reference_values(common)
-    if has_reruns:
+    if any(key.startswith(RERUN_SHARDS) for key in objects):
         values[RERUN_STATE] = reference_mode()
     content: StateDict = {"chained_optim_avoid_prefix": True, "singleton_local_shards": False}
     if common.get("optimizer") is not None:
         values["optimizer"] = _optimizer(common)
         if is_distributed(common):
-            content["distrib_optim_sharding_type"] = "fully_sharded_model_space"
-    return values | {"content_metadata": content}
+            content["distrib_optim_sharding_type"] = _SHARDING
+    return {
+        **extra.write(),
+        METADATA: write_metadata(folder, tensors, objects, unflattened=unflattened),
+        COMMON_FILE: save_archive(folder / COMMON_FILE, {**values, "content_metadata": content}),
+        MANIFEST: write_text(folder / MANIFEST, json.dumps(_BACKENDS)),
+    }
+
+
+TORCH_DIST = Format("torch_dist", write_stacked_tensors, write_common_stacked, is_foreign=True)
 
 
 def _optimizer(common: Common) -> Mapping[int, StateDict] | StateDict:
@@ -352,29 +353,14 @@ def _optimizer(common: Common) -> Mapping[int, StateDict] | StateDict:
 
 
 def _one_optimizer(common: Common, *, is_expert: bool | None = None) -> StateDict:
-    groups = param_groups(common, with_step=is_distributed(common), is_expert=is_expert)
-    if is_distributed(common):
-        kind = {"param_state_sharding_type": "fully_sharded_model_space"}
+    is_sharded = is_distributed(common)
+    groups = param_groups(common, with_step=is_sharded, is_expert=is_expert)
+    if is_sharded:
+        kind = {"param_state_sharding_type": _SHARDING}
         return {"optimizer": {"param_groups": groups}, **grad_scaler(common), **kind}
     step = Tensor([common["optimizer"]["step"]])[0]
     inner = {"state": {"common_step": step}, "param_groups": groups}
     return {"optimizer": inner, **grad_scaler(common)} if is_half(common) else inner
-
-
-def _rng_shards(common: Common) -> dict[str, str]:
-    """Map the key of a rank's random states to Megatron-LM's, for one rank of each (pp, tp)."""
-    layout = layout_of(common["args"])
-    if not layout:
-        return {}
-    grid = RankGrid(dict(layout["dense"]))
-    pp, tp = grid.sizes["pp"], grid.sizes["tp"]
-    return {
-        f"{RNG_STATE}/{grid.rank(**{**dict.fromkeys(grid.sizes, 0), 'pp': p, 'tp': t})}": (
-            f"{RNG_STATE}/shard_{p}.{t}_{pp}.{tp}"
-        )
-        for p in range(pp)
-        for t in range(tp)
-    }
 
 
 def _in_blocks(tensor: ShardedTensor, arguments: Arguments) -> Iterator[ShardedTensor]:
@@ -383,13 +369,12 @@ def _in_blocks(tensor: ShardedTensor, arguments: Arguments) -> Iterator[ShardedT
     if not blocks:
         yield tensor
         return
-    parts = split_rows(tensor, list(blocks.values()))
-    for block, part in zip(blocks, parts, strict=True):
-        sharding = (0, tensor.sharding[1] // len(blocks))
+    sharding = (0, tensor.sharding[1] // len(blocks))
+    for block, part in zip(blocks, split_rows(tensor, list(blocks.values())), strict=True):
         yield replace(part, key=f"{tensor.key}.{block}", sharding=sharding)
 
 
-def _reference_key(key: str, arguments: Arguments) -> tuple[str, tuple[int, ...]]:
+def _reference_key(key: str, arguments: Arguments) -> tuple[str, Shape]:
     """Return Megatron-LM's key, and the layer and expert numbers at which the tensor is stacked."""
     if key.endswith(AMAX_HISTORY):  # not in Megatron-LM, and not in every layer
         return key, ()
@@ -407,23 +392,23 @@ def _reference_key(key: str, arguments: Arguments) -> tuple[str, tuple[int, ...]
 
 def _split_at_shards(
     tensor: ShardedTensor,
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Callable[[], Tensor]]]:
+) -> Iterator[tuple[Shape, Shape, Callable[[], Tensor]]]:
     """Yield offset, shape and values of the pieces, split so that none crosses a shard boundary."""
-    dim, num_shards = tensor.sharding
+    dim = tensor.sharding[0]
     for piece in tensor.pieces:
         if not tensor.global_shape:
             yield (), (), partial(getattr, piece, "data")
             continue
-        shard_size = tensor.global_shape[dim] // num_shards
-        begin, end = piece.offset[dim], piece.offset[dim] + piece.shape[dim]
+        size = _shard_shape(tensor)[dim]
+        first = begin = piece.offset[dim]
+        end = begin + piece.shape[dim]
         while begin < end:
-            stop = min(end, (begin // shard_size + 1) * shard_size)
+            stop = min(end, (begin // size + 1) * size)
             offset, shape = (
                 (*box[:dim], value, *box[dim + 1 :])
                 for box, value in ((piece.offset, begin), (piece.shape, stop - begin))
             )
-            first = begin - piece.offset[dim]
-            yield offset, shape, partial(_rows, piece, dim, first, stop - begin)
+            yield offset, shape, partial(_rows, piece, dim, begin - first, stop - begin)
             begin = stop
 
 
@@ -434,27 +419,6 @@ def _rows(piece: Piece | LazyPiece, dim: int, first: int, count: int) -> Tensor:
 def _shard_shape(tensor: ShardedTensor) -> list[int]:
     dim, num_shards = tensor.sharding
     return [n // num_shards if d == dim else n for d, n in enumerate(tensor.global_shape)]
-
-
-def _start_in_shard(offset: tuple[int, ...], tensor: ShardedTensor) -> int:
-    """Return the index of the element at ``offset`` in the flattened shard."""
-    shape = _shard_shape(tensor)
-    return sum(
-        o % n * prod(shape[d + 1 :]) for d, (o, n) in enumerate(zip(offset, shape, strict=True))
-    )
-
-
-def _flat_shape(stacked: list[int], own: list[int], cut: list[int]) -> list[int]:
-    """Return the stored shape [X/x, Y/y, x*y] of a tensor [X, Y] with shards [x, y].
-
-    The dimensions of stacked layers and experts come first.
-    """
-    dim, num_shards = cut
-    counts = [num_shards if d == dim else 1 for d in range(len(own))]
-    return [*stacked, *counts, prod(own) // num_shards]
-
-
-_HALVES = ("_w", "_v")
 
 
 @dataclass(frozen=True)
@@ -472,16 +436,15 @@ def write_state_dict(rank_save: RankSave, *, in_halves: bool = False) -> RankRep
     file = DcpFile(rank_save.folder, rank_save.rank, rank_save.iteration)
     report = RankReport()
     for tensor in rank_save.tensors:
-        has_halves = in_halves and sharding_of(
-            split_state(tensor.key)[1], rank_save.arguments
-        ).blocks == (1, 1)
-        parts = iter([tensor])
-        if has_halves:
-            parts = split_rows(tensor, [tensor.global_shape[0] // 2] * 2)
-        for suffix, part in zip(_HALVES if has_halves else ("",), parts, strict=True):
+        parts = {"": tensor}
+        blocks = sharding_of(split_state(tensor.key)[1], rank_save.arguments).blocks
+        if in_halves and blocks == (1, 1):
+            halves = split_rows(tensor, [tensor.global_shape[0] // 2] * 2)
+            parts = dict(zip(HALVES, halves, strict=True))
+        for suffix, part in parts.items():
             report.tensors[tensor.key + suffix] = {
                 "shape": list(part.global_shape),
-                "dtype": str(part.dtype).removeprefix("torch."),
+                "dtype": dtype_name(part.dtype),
                 "pieces": [
                     file.add_box(p.offset, p.shape, part.dtype, partial(getattr, p, "data"))
                     for p in part.pieces
@@ -493,19 +456,14 @@ def write_state_dict(rank_save: RankSave, *, in_halves: bool = False) -> RankRep
 
 
 def write_common_state(
-    folder: Path,
-    reports: Sequence[RankReport],
-    common: Common,
-    *,
-    state_dict: Callable[[Mapping[str, TensorEntry], Common], StateDict],
+    folder: Path, reports: Sequence[RankReport], common: Common, *, by_name: bool
 ) -> dict[str, FileEntry]:
     """Write and fsync the values common to all ranks, and ``.metadata``."""
     stored = merge_tensors(report.tensors for report in reports)
-    states = [report.objects[RNG_STATE] for report in reports if RNG_STATE in report.objects]
     for key, entry in stored.items():
         check_written_once(key, entry)
-    state = state_dict(stored, common)
-    if states:
+    state = _state_dict(stored, common, by_name=by_name)
+    if states := [r.objects[RNG_STATE] for r in reports if RNG_STATE in r.objects]:
         state[RNG_STATE] = list(map(reference_rng, states))
     reruns = [report.objects.get(RERUN_STATE) for report in reports]
     if any(reruns):
@@ -513,52 +471,65 @@ def write_common_state(
     extra = DcpFile(folder, len(reports), common["iteration"])
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, PlaceEntry] = {}
-    paths: dict[str, tuple[object, ...]] = {}
-    for name, path, leaf in _flatten(state):
+    paths: dict[str, Sequence[object]] = {}
+
+    def add(path: Sequence[object], leaf: object) -> None:
+        name = ".".join(map(str, path))
         paths[name] = path
         if isinstance(leaf, _Stored):
             tensors[name] = stored[leaf.key]
         elif isinstance(leaf, Tensor):
-            whole = [0] * leaf.dim(), leaf.shape
-            piece = extra.add_box(*whole, leaf.dtype, partial(torch.clone, leaf))
-            dtype = str(leaf.dtype).removeprefix("torch.")
-            tensors[name] = {"shape": list(leaf.shape), "dtype": dtype, "pieces": [piece]}
+            piece = extra.add_box([0] * leaf.dim(), leaf.shape, leaf.dtype, leaf.clone)
+            shape, dtype = list(leaf.shape), dtype_name(leaf.dtype)
+            tensors[name] = {"shape": shape, "dtype": dtype, "pieces": [piece]}
         else:
             objects[name] = extra.add(leaf)
+
+    traverse_state_dict(state, add, lambda value: isinstance(value, _Stored))
     files = extra.write()
     return {**files, METADATA: write_metadata(folder, tensors, objects, paths=paths)}
 
 
-def _by_name(stored: Mapping[str, TensorEntry], common: Common) -> StateDict:
-    """Return the nested state dict of ``fsdp_dtensor``, with `_Stored` for the ranks' tensors."""
+def _state_dict(stored: Mapping[str, TensorEntry], common: Common, *, by_name: bool) -> StateDict:
+    """Return the nested state dict, with `_Stored` for the ranks' tensors.
+
+    ``by_name``: that of ``fsdp_dtensor``, else of ``torch_dcp``.
+    """
     arguments = common["args"]
-    every = range(int(arguments.get("num_experts") or 0))
     weights = {name.removesuffix("_w").removesuffix("_v") for name in stored}
     names = [
-        (local + suffix, name + suffix)
-        for local, name in ordered_names(weights, arguments, experts=every)
-        for suffix in ("", *_HALVES)
-        if name and name + suffix in stored
+        (local + half, name + half)
+        for local, name in ordered_names(weights, arguments)
+        for half in ("", *HALVES)
+        if name and name + half in stored
     ]
     state = reference_values(common)
-    state["model"] = {f"module.{local}": _Stored(name) for local, name in names}
+    prefix = "module." if by_name else ""
+    state["model"] = {prefix + local: _Stored(name) for local, name in names}
     if common.get("optimizer") is None:
         return state
+    params = [
+        (local, name, len(stored[name]["shape"])) for local, name in names if not is_buffer(name)
+    ]
+    if not by_name:
+        kinds = {key.split(".")[2] for key in stored if key.startswith(STATE_PREFIX)}
+        state["optimizer"] = numbered_optimizer(
+            common,
+            [param[1:] for param in params],
+            kinds - {"fp32_param"},
+            lambda kind, name: _Stored(f"{STATE_PREFIX}{kind}.{name}"),
+        )
+        return state
     step = torch.tensor(float(common["optimizer"]["step"]))
-    groups = {
-        (float(group["wd_mult"]), bool(group["is_decoupled_lr"])): group
-        for group in param_groups(common, with_step=False)
-    }
+    groups = {sort_of(group): group for group in param_groups(common)}
     of_param: dict[str, dict[str, Tensor | _Stored]] = {}
     meta: dict[str, StateDict] = {}
-    for local, name in names:
-        if is_buffer(name):
-            continue
+    for local, name, num_dims in params:
         inside = f"module.module.module.{local}"
-        keys = {kind: f"{STATE_PREFIX}{kind}.{name}" for kind in _KINDS}
-        found = {_KINDS[kind]: _Stored(key) for kind, key in keys.items() if key in stored}
+        keys = {theirs: f"{STATE_PREFIX}{kind}.{name}" for kind, theirs in _KINDS.items()}
+        found = {theirs: _Stored(key) for theirs, key in keys.items() if key in stored}
         of_param[inside] = {"step": step, **found}
-        meta[inside] = groups[group_of(name, len(stored[name]["shape"]), arguments)]
+        meta[inside] = groups[group_of(name, num_dims, arguments)]
     inner = {"state": of_param, "param_to_group_meta": meta}
     state["optimizer"] = {**inner, **grad_scaler(common)}
     return state
@@ -571,51 +542,12 @@ _KINDS = {
     "fp32_param": "master_param",
 }
 
-
-def _numbered(stored: Mapping[str, TensorEntry], common: Common) -> StateDict:
-    """Return the nested state dict of ``torch_dcp``, with `_Stored` for the ranks' tensors."""
-    arguments = common["args"]
-    every = range(int(arguments.get("num_experts") or 0))
-    names = [pair for pair in ordered_names(stored, arguments, experts=every) if pair[1]]
-    state = reference_values(common)
-    state["model"] = {local: _Stored(name) for local, name in names}
-    if common.get("optimizer") is None:
-        return state
-    shapes = [(name, len(stored[name]["shape"])) for _, name in names if not is_buffer(name)]
-    kinds = {key.removeprefix(STATE_PREFIX).split(".")[0] for key in stored if split_state(key)[0]}
-    state["optimizer"] = numbered_optimizer(
-        common,
-        shapes,
-        kinds - {"fp32_param"},
-        lambda kind, name: _Stored(f"{STATE_PREFIX}{kind}.{name}"),
-    )
-    return state
-
-
 TORCH_DCP = Format(
-    "torch_dcp",
-    write_state_dict,
-    partial(write_common_state, state_dict=_numbered),
-    is_foreign=True,
+    "torch_dcp", write_state_dict, partial(write_common_state, by_name=False), is_foreign=True
 )
 FSDP_DTENSOR = Format(
     "fsdp_dtensor",
     partial(write_state_dict, in_halves=True),
-    partial(write_common_state, state_dict=_by_name),
+    partial(write_common_state, by_name=True),
     is_foreign=True,
 )
-
-
-def _flatten(
-    tree: object, path: tuple[object, ...] = ()
-) -> Iterator[tuple[str, tuple[object, ...], object]]:
-    """Yield (key, path, leaf) as torch flattens: lists and tuples of plain values are leaves."""
-    if isinstance(tree, Mapping):
-        steps: list[tuple[object, object]] = [(str(key), value) for key, value in tree.items()]
-    elif isinstance(tree, list) and any(isinstance(v, Mapping | list | _Stored) for v in tree):
-        steps = list(enumerate(tree))
-    else:
-        yield ".".join(map(str, path)), path, tree
-        return
-    for step, value in steps:
-        yield from _flatten(value, (*path, step))

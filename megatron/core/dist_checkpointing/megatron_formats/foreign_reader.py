@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointDamaged
-from megatron.core.config.value_types import Arguments, JsonObject, Nested, Unpickled
+from megatron.core.config.value_types import Arguments, JsonObject, Nested, Shape, Unpickled
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_FILE,
     METADATA,
@@ -54,11 +54,11 @@ _CUDA_STATE_BYTES = 16
 _MOST = 1 << 20
 # Integers of the command line that determine the layout.  Bounded, as lists get that many entries.
 _DEGREES = (
-    *("world_size", "data_parallel_size", "context_parallel_size", "tensor_model_parallel_size"),
-    *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size", "num_layers", "num_experts"),
-    *("num_attention_heads", "num_query_groups", "mtp_num_layers"),
-)
+    "world_size data_parallel_size context_parallel_size tensor_model_parallel_size "
+    "pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+    "expert_model_parallel_size expert_tensor_parallel_size num_layers num_experts "
+    "num_attention_heads num_query_groups mtp_num_layers"
+).split()
 _SIZES = (
     *("make_vocab_size_divisible_by", TRUE_VOCAB_SIZE, "ddp_bucket_size", "ddp_num_buckets"),
     *COUNTERS,
@@ -94,16 +94,17 @@ class ForeignReader(CheckpointReader):
     def rank_state(self, rank: int) -> JsonObject | None:
         if not self.manifest.layout.get("dense"):
             return None
+        found: JsonObject = {}
         with parsing(self.folder):
-            state = self._rng_state(rank)
-            rerun = self._rerun_state(rank)
-            found = {} if state is None else {RNG_STATE: rng_state_of(state)}
-            return (found if rerun is None else {**found, RERUN_STATE: rerun}) or None
+            if (state := self._rng_state(rank)) is not None:
+                found[RNG_STATE] = rng_state_of(state)
+            if (rerun := self._rerun_state(rank)) is not None:
+                found[RERUN_STATE] = rerun
+        return found or None
 
+    @abstractmethod
     def _rerun_state(self, rank: int) -> JsonObject | None:
         """Return the state of the rerun state machine of ``rank``; None if there is none."""
-        del rank
-        return None
 
     @abstractmethod
     def _rng_state(self, rank: int) -> Unpickled | None:
@@ -147,33 +148,34 @@ class ForeignReader(CheckpointReader):
         dim, blocks = sharding_of(name, self.args)
         if is_copy or (dim is None and rank > 0):
             return
+        if dim is None:
+            self._add_rows(prefix + name, (0,) * len(array.shape), array)
+            return
         shape = list(array.shape)
-        if dim is not None:
-            shape[dim] *= tp
+        shape[dim] *= tp
         info = ParamInfo(
             global_shape=tuple(shape),
             shard_dim=dim,
             shard_index=rank,
-            shard_count=1 if dim is None else tp,
+            shard_count=tp,
             blocks=blocks,
         )
-        if not shape:
-            self._add_rows(prefix + name, (), array)
         for local, whole in info.slices(array.shape):
             box = [slice(0, n) for n in array.shape]
-            box[dim or 0] = local
+            box[dim] = local
             offset = [0] * len(shape)
-            offset[dim or 0] = whole.start
+            offset[dim] = whole.start
             self._add_rows(prefix + name, tuple(offset), array.narrow(*box))
 
-    def _add_rows(self, key: str, offset: tuple[int, ...], array: ArrayView) -> None:
-        tp = degree(self.args, "tensor")
+    def _add_rows(self, key: str, offset: Shape, array: ArrayView) -> None:
+        """Add a box, its query, key and value rows in our order (`_in_our_order`)."""
         version = float(self.values.get("checkpoint_version", 0))
-        heads = max(1, int(self.args.get("num_attention_heads") or 1) // tp)
-        if "linear_qkv" not in key:
-            version = 3.0
-        for row, rows in _in_our_order(array, version, heads):
-            at = (offset[0] + row, *offset[1:]) if offset else offset
+        heads = int(self.args.get("num_attention_heads") or 1) // degree(self.args, "tensor")
+        if version >= 2 or "linear_qkv" not in key:
+            self._add(key, array.dtype, ForeignPiece(offset, array.shape, array.narrow))
+            return
+        for row, rows in _in_our_order(array, version, max(1, heads)):
+            at = (offset[0] + row, *offset[1:])
             self._add(key, array.dtype, ForeignPiece(at, rows.shape, rows.narrow))
 
     def _finish(self) -> None:
@@ -189,22 +191,20 @@ class ForeignReader(CheckpointReader):
             shape = span_of(pieces)
             if sum(prod(piece.shape) for piece in pieces) != prod(shape):
                 raise CheckpointDamaged(f"{self.folder}: parts of {key} {list(shape)} are missing")
-            padding = self._max_padding(shape[0]) if is_vocabulary(name) else 0
+            padding = 0
+            if is_vocabulary(name):
+                # How many rows may be padding.  The writing run need not have padded for its own
+                # layout: --use-checkpoint-args keeps the padded size of an earlier run,
+                # --padded-vocab-size sets any.
+                multiple = int(self.args.get("make_vocab_size_divisible_by") or 128)
+                of_layout = multiple * degree(self.args, "tensor") - 1
+                true_size = int(self.args.get(TRUE_VOCAB_SIZE) or shape[0])
+                padding = max(of_layout, shape[0] - true_size)
             self.tensors[key] = StoredTensor(shape, dtype, tuple(pieces), padding)
         self._found.clear()
         self.manifest = read_manifest(self.folder) or Manifest(
             iteration=self.iteration, layout=layout_of(self.args), files={}
         )
-
-    def _max_padding(self, num_rows: int) -> int:
-        """Return how many of the ``num_rows`` rows of a vocabulary may be padding.
-
-        The writing run need not have padded for its own layout: --use-checkpoint-args keeps the
-        padded size of an earlier run, --padded-vocab-size sets any.
-        """
-        multiple = int(self.args.get("make_vocab_size_divisible_by") or 128)
-        own = multiple * degree(self.args, "tensor") - 1
-        return max(own, num_rows - int(self.args.get(TRUE_VOCAB_SIZE) or num_rows))
 
     def _read_piece(self, key: str, piece: StoredBox, box: Box, target: Tensor) -> None:
         assert isinstance(piece, ForeignPiece)
@@ -212,7 +212,7 @@ class ForeignReader(CheckpointReader):
             target.copy_(piece.array().narrow(*box).read())
 
 
-def span_of(pieces: Iterable[StoredBox]) -> tuple[int, ...]:
+def span_of(pieces: Iterable[StoredBox]) -> Shape:
     """Return the shape of the tensor that ``pieces`` fill: their largest end in each dimension."""
     ends = [tuple(map(sum, zip(p.offset, p.shape, strict=True))) for p in pieces]
     return tuple(map(max, zip(*ends, strict=True)))
@@ -224,9 +224,6 @@ def _in_our_order(array: ArrayView, version: float, heads: int) -> Iterator[tupl
     Our order: query, key and value rows of each head in turn.  Checkpoint version 0 stores all
     queries, then all keys, then all values; version 1 alternates rows of the three within a head.
     """
-    if version >= 2:
-        yield 0, array
-        return
     width = array.shape[0] // (3 * heads)
     step = array.stride[0]
     for head in range(heads):
@@ -242,15 +239,17 @@ def common_values(values: Mapping[str, Unpickled], iteration: int) -> JsonObject
     """Convert Megatron-LM's values to `Contents.common` of this project."""
     args = values.get("args")
     arguments = {} if args is None else vars(args)
-    counters = {name: int(arguments.get(name) or 0) for name in COUNTERS}
-    halves = ("seq_length", "decoder_seq_length")[: 1 + (arguments.get("model_kind") == "t5")]
-    tokens = sum(int(arguments.get(half) or 0) for half in halves)
+    lengths = ["seq_length"]
+    if arguments.get("model_kind") == "t5":
+        lengths.append("decoder_seq_length")
+    numbers = {name: int(arguments.get(name) or 0) for name in (*COUNTERS, *lengths)}
+    counters = {name: numbers[name] for name in COUNTERS}
+    tokens = sum(numbers[name] for name in lengths)
     counters["num_tokens"] = counters["consumed_train_samples"] * tokens
-    counters |= {"iteration": iteration, FLOPS: values.get(FLOPS, 0.0)}
     return {
         "checkpoint_version": values.get("checkpoint_version", 0),
         "iteration": iteration,
-        "counters": counters,
+        "counters": {**counters, "iteration": iteration, FLOPS: values.get(FLOPS, 0.0)},
         "args": as_json(arguments),
         "optimizer": _optimizer_scalars(values.get("optimizer")),
         "opt_param_scheduler": as_json(
@@ -291,7 +290,7 @@ def _convert(value: object) -> object:
     if isinstance(value, DcpTensor):
         value = value.chunks[0].array()
     if isinstance(value, ArrayView):
-        return value.item()
+        return value.read().item()
     if type(value).__name__ == "Namespace":
         return vars(value)
     if isinstance(value, Record) and type(value).__name__.endswith("Path"):

@@ -22,71 +22,57 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from megatron.core.config.value_types import Arguments
+from megatron.core.config.value_types import Arguments, Shape
 
 # Pattern of a part of a name -> this project's name; all rules are applied, in order.
-_BEFORE_CORE = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"^language_model\.embedding\.", "embedding."),
-        (r"^language_model\.output_layer\.", "output_layer."),
-        (r"^language_model\.(encoder|transformer)\.final_norm\.", "decoder.final_layernorm."),
-        (r"^language_model\.(encoder|transformer)\.", "decoder."),
-        (r"\.input_norm\.", ".input_layernorm."),
-        (r"\.attention\.", ".self_attention."),
-        (r"\.query_key_value\.", ".linear_qkv."),
-        (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
-        (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
-        (r"\.dense_h_to_4h\.", ".linear_fc1."),
-        (r"\.dense_4h_to_h\.", ".linear_fc2."),
-    )
+_BEFORE_CORE = (
+    (r"^language_model\.embedding\.", "embedding."),
+    (r"^language_model\.output_layer\.", "output_layer."),
+    (r"^language_model\.(encoder|transformer)\.final_norm\.", "decoder.final_layernorm."),
+    (r"^language_model\.(encoder|transformer)\.", "decoder."),
+    (r"\.input_norm\.", ".input_layernorm."),
+    (r"\.attention\.", ".self_attention."),
+    (r"\.query_key_value\.", ".linear_qkv."),
+    (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
+    (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
+    (r"\.dense_h_to_4h\.", ".linear_fc1."),
+    (r"\.dense_4h_to_h\.", ".linear_fc2."),
 )
-_RENAMES = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        # Norms that Transformer Engine fuses into the linear layer after them.
-        (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
-        (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
-        (r"\.mixer\.in_proj\.layer_norm_(weight|bias)$", r".norm.\1"),
-        (r"\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$", r".\1_layernorm.\2"),
-        # Experts.
-        (r"\.experts\.experts\.(\d+)\.", r".experts.local_experts.\1."),
-        (
-            r"\.experts\.linear_fc([12])\.(weight|bias)(\d+)$",
-            r".experts.local_experts.\3.linear_fc\1.\2",
-        ),
-    )
+_RENAMES = (
+    # Norms that Transformer Engine fuses into the linear layer after them.
+    (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
+    (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+    (r"\.mixer\.in_proj\.layer_norm_(weight|bias)$", r".norm.\1"),
+    (r"\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$", r".\1_layernorm.\2"),
+    # Experts.
+    (r"\.experts\.experts\.(\d+)\.", r".experts.local_experts.\1."),
+    (
+        r"\.experts\.linear_fc([12])\.(weight|bias)(\d+)$",
+        r".experts.local_experts.\3.linear_fc\1.\2",
+    ),
 )
 _OLD_STACKS = ("language_model.encoder.", "language_model.transformer.")
 # Reverse rules for norms: the names in linear layers with a fused norm.
-_INPUT, _MIXER, _MLP, _LATENT = (
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1"),
-        (r"(\.layers\.\d+)\.norm\.(weight|bias)$", r"\1.mixer.in_proj.layer_norm_\2"),
-        (r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1"),
-        (r"\.(q|kv)_layernorm\.(weight|bias)$", r".linear_\1_up_proj.layer_norm_\2"),
-    )
+_INPUT = r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1"
+_MIXER = r"(\.layers\.\d+)\.norm\.(weight|bias)$", r"\1.mixer.in_proj.layer_norm_\2"
+_MLP = r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1"
+_LATENT = r"\.(q|kv)_layernorm\.(weight|bias)$", r".linear_\1_up_proj.layer_norm_\2"
+_VOCABULARY = (
+    r"(^|\.)((word_embeddings|output_layer)\.(weight|bias)"
+    r"|word_embeddings\.lora\.a|output_layer\.lora\.b)$"
 )
-# End of our name -> dimension sharded by tensor parallelism; other tensors are not sharded.
+# Ends of our names that tensor parallelism shards, by dimension; other tensors are not sharded.
+# Adapters: B of a layer that shards its outputs, A of one that shards its inputs.
 _SHARDED_DIMS = (
-    (re.compile(r"(^|\.)(word_embeddings|output_layer)\.(weight|bias)$"), 0),
-    (re.compile(r"\.(linear_qkv|linear_q|linear_kv|linear_fc1|eh_proj)\.(weight|bias)$"), 0),
-    (re.compile(r"\.linear_(q|q_up|kv_up)_proj\.(weight|bias)$"), 0),
-    (re.compile(r"\.core_attention\.softmax_offset$"), 0),
-    (re.compile(r"\.mixer\.(A_log|D|dt_bias|norm\.weight)$"), 0),
-    (re.compile(r"\.(linear_proj|linear_fc2|mixer\.out_proj)\.weight$"), 1),
-    # Adapters: B of a layer that shards its outputs, A of one that shards its inputs.
-    (re.compile(r"(^|\.)(word_embeddings\.lora\.a|output_layer\.lora\.b)$"), 0),
-    (re.compile(r"\.(linear_qkv|linear_q|linear_kv|linear_fc1)\.lora\.(\w+_)?b$"), 0),
-    (re.compile(r"\.linear_(q|q_up|kv_up)_proj\.lora\.b$"), 0),
-    (re.compile(r"\.(linear_proj|linear_fc2|mixer\.out_proj)\.lora\.a$"), 1),
-)
-_VOCABULARY = re.compile(
-    r"(^|\.)((word_embeddings|output_layer)\.(weight|bias)|word_embeddings\.lora\.a|"
-    r"output_layer\.lora\.b)$"
+    _VOCABULARY + r"|\.(linear_qkv|linear_q|linear_kv|linear_fc1|eh_proj)\.(weight|bias)$"
+    r"|\.(linear_qkv|linear_q|linear_kv|linear_fc1)\.lora\.(\w+_)?b$"
+    r"|\.linear_(q|q_up|kv_up)_proj\.(weight|bias|lora\.b)$"
+    r"|\.core_attention\.softmax_offset$"
+    r"|\.mixer\.(A_log|D|dt_bias|norm\.weight)$",
+    r"\.(linear_proj|linear_fc2|mixer\.out_proj)\.(weight|lora\.a)$",
 )
 _GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
 _GATED_FLAGS = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
@@ -108,7 +94,7 @@ class Sharding(NamedTuple):
     """Tensor-parallel sharding: dimension (None: not sharded), and relative sizes of its blocks."""
 
     dim: int | None
-    blocks: tuple[int, ...] = (1,)
+    blocks: Shape = (1,)
 
 
 def is_before_core(names: Iterable[str]) -> bool:
@@ -119,7 +105,7 @@ def is_before_core(names: Iterable[str]) -> bool:
 def our_name(name: str, *, before_core: bool = False) -> str:
     """Return this project's name of a model tensor; ``before_core``: see `is_before_core`."""
     for pattern, replacement in (*(_BEFORE_CORE if before_core else ()), *_RENAMES):
-        name = pattern.sub(replacement, name)
+        name = re.sub(pattern, replacement, name)
     return name
 
 
@@ -136,7 +122,7 @@ def fused_name(name: str, arguments: Arguments) -> str:
     if not stored_layer_has_experts(number, arguments):
         rules.append(_MLP)
     for pattern, replacement in rules:
-        name = pattern.sub(replacement, name)
+        name = re.sub(pattern, replacement, name)
     return name
 
 
@@ -168,8 +154,8 @@ def sharding_of(name: str, arguments: Arguments) -> Sharding:
         return Sharding(0)
     if blocks := blocks_of(name, arguments):
         return Sharding(0, tuple(blocks.values()))
-    for pattern, dim in _SHARDED_DIMS:
-        if pattern.search(name):
+    for dim, pattern in enumerate(_SHARDED_DIMS):
+        if re.search(pattern, name):
             is_gated = _GATED.search(name) and any(map(arguments.get, _GATED_FLAGS))
             return Sharding(dim, (1, 1) if is_gated else (1,))
     return Sharding(None)
@@ -198,6 +184,15 @@ def split_block(name: str) -> tuple[str, str]:
     return (whole, block) if is_one else (name, "")
 
 
+HALVES = ("_w", "_v")  # suffixes of the two halves of a gated layer, if saved separately
+
+
+def split_half(name: str) -> tuple[str, int | None]:
+    """Split a suffix of `HALVES` from a name: the name, and the index of the half or None."""
+    is_half = name.endswith(HALVES)
+    return (name[:-2], HALVES.index(name[-2:])) if is_half else (name, None)
+
+
 def is_expert(name: str) -> bool:
     """Return whether a tensor belongs to one or several experts."""
     return ".experts." in name
@@ -214,13 +209,17 @@ def split_expert(name: str) -> tuple[str, int, str] | None:
     >>> split_expert("decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight")
     ('decoder.layers.3.mlp.experts', 5, 'linear_fc1.weight')
     """
-    found = _EXPERT.match(name)
+    return _split_number(_EXPERT, name)
+
+
+def _split_number(pattern: re.Pattern[str], name: str) -> tuple[str, int, str] | None:
+    found = pattern.match(name)
     return (found[1], int(found[2]), found[3]) if found else None
 
 
 def is_vocabulary(name: str) -> bool:
     """Return whether the first dimension is the vocabulary, with padding at its end."""
-    return _VOCABULARY.search(name) is not None
+    return re.search(_VOCABULARY, name) is not None
 
 
 def split_layer(name: str) -> tuple[str, int, str] | None:
@@ -231,8 +230,7 @@ def split_layer(name: str) -> tuple[str, int, str] | None:
     >>> split_layer("decoder.layers.3.mlp.linear_fc1.weight")
     ('decoder.layers', 3, 'mlp.linear_fc1.weight')
     """
-    found = _LAYER.match(name)
-    return (found[1], int(found[2]), found[3]) if found else None
+    return _split_number(_LAYER, name)
 
 
 def split_stack(name: str) -> tuple[str, str] | None:
@@ -250,13 +248,17 @@ def split_state(key: str) -> tuple[str, str]:
 
 _SHARED = "embedding.word_embeddings.weight"
 _EMBEDDINGS = (
-    _SHARED,
-    "embedding.position_embeddings.weight",
-    "embedding.tokentype_embeddings.weight",
-    "encoder_relative_pos_emb.relative_attention_bias.weight",
-    "decoder_relative_pos_emb.relative_attention_bias.weight",
+    "embedding.word_embeddings",
+    "embedding.position_embeddings",
+    "embedding.tokentype_embeddings",
+    "encoder_relative_pos_emb.relative_attention_bias",
+    "decoder_relative_pos_emb.relative_attention_bias",
 )
 _EXTRA_STATE = "_extra_state"
+_MATRIX = re.compile(r"\b(linear_\w+|\w+_proj)$")  # modules with an entry `_extra_state`
+Names = Iterator[tuple[str, str]]  # (name in a file, our name)
+# Modules, whose weight and bias are meant, and parameters; as a pair if the names differ.
+_Parts = Iterable[str | tuple[str, str]]
 
 
 def ordered_names(
@@ -264,160 +266,120 @@ def ordered_names(
     arguments: Arguments,
     *,
     layers: Sequence[int] | None = None,
-    experts: Sequence[int] = (),
+    experts: Sequence[int] | None = None,
     is_first: bool = True,
     is_last: bool = True,
-) -> Iterator[tuple[str, str]]:
+) -> Names:
     """Yield (name in a file, our name) of the tensors of a model chunk, in the order of the model.
 
-    ``layers``: layer numbers of the chunk, None for all; ``experts``: expert numbers of the rank.
+    ``layers``, ``experts``: layer numbers of the chunk, expert numbers of the rank; None for all.
     Our name is empty for an ``_extra_state`` entry, which has no tensor.
     """
     if layers is None:
         layers = sorted({layer[1] for layer in map(split_layer, stored) if layer})
+    if experts is None:
+        experts = range(int(arguments.get("num_experts") or 0))
+    named = partial(_stored_names, stored, arguments)
     if is_first:
-        yield from ((name, name) for name in _EMBEDDINGS if name in stored)
+        yield from named(_EMBEDDINGS)
     for stack in ("encoder", "decoder"):
         for local, number in enumerate(layers):
-            places = f"{stack}.layers.{local}.", f"{stack}.layers.{number}."
-            yield from _of_layer(stored, arguments, places, _in_layer(number, arguments, experts))
+            parts = _in_layer(number, arguments, experts)
+            yield from named(parts, f"{stack}.layers.{number}.", f"{stack}.layers.{local}.")
         if is_last:
-            norms = (f"{stack}.final_{norm}" for norm in ("layernorm", "norm"))
-            yield from _present(
-                stored, *(pair for norm in norms for pair in _weight_and_bias(norm))
-            )
+            yield from named(["final_layernorm", "final_norm"], f"{stack}.")
     if is_last:
         # MTP layers need one stage: with more, Megatron-LM also stores a copy of the embedding.
         for depth in range(int(arguments.get("mtp_num_layers") or 0) if is_first else 0):
             place = f"mtp.layers.{depth}."
-            tails = _in_mtp_layer(int(arguments["num_layers"]) - 1, arguments, experts)
-            yield from _of_layer(stored, arguments, (place, place), tails)
-        yield from _present(
-            stored, *_weight_and_bias("lm_head.dense"), *_weight_and_bias("lm_head.layer_norm")
-        )
-        yield from _present(stored, (OUTPUT, OUTPUT))
+            parts = _in_layer(int(arguments["num_layers"]) - 1, arguments, experts)
+            yield from named(["enorm", "hnorm", "eh_proj"], place)
+            yield from named(parts, f"{place}transformer_layer.")
+            yield from named(["final_layernorm"], place)
+        yield from named(["lm_head.dense", "lm_head.layer_norm", OUTPUT])
         if not is_first and OUTPUT not in stored:
             yield OUTPUT, _SHARED
         yield f"output_layer.{_EXTRA_STATE}", ""
-        biases = "output_layer.bias", f"lm_head.{OUTPUT}", "lm_head.output_layer.bias"
-        yield from _present(stored, *((name, name) for name in biases))
-        yield from _present(
-            stored, *_weight_and_bias("binary_head"), *_weight_and_bias("pooler.dense")
-        )
+        yield from named(["output_layer.bias", "lm_head.output_layer", "binary_head"])
+        yield from named(["pooler.dense"])
 
 
-def _present(stored: Collection[str], *pairs: tuple[str, str]) -> Iterator[tuple[str, str]]:
-    return (pair for pair in pairs if pair[1] in stored)
-
-
-def _of_layer(
+def _stored_names(
     stored: Collection[str],
     arguments: Arguments,
-    places: tuple[str, str],
-    tails: Iterable[tuple[str, str]],
-) -> Iterator[tuple[str, str]]:
-    """Yield names of the stored tensors of a layer; ``places``: name prefixes in a file, ours."""
-    for there, tail in tails:
-        name = places[1] + tail
-        if name in stored:
-            whole = places[1] + there
-            named = fused_name(whole, arguments) if _is_fused(arguments) else whole
-            local = places[0] + named.removeprefix(places[1])
-            yield local, "" if there.endswith(_EXTRA_STATE) else name
+    parts: _Parts,
+    place: str = "",
+    place_in_file: str | None = None,
+) -> Names:
+    """Yield the names of the stored tensors of ``parts``, which are in the module ``place``."""
+    for part in parts:
+        there, ours = (part, part) if isinstance(part, str) else part
+        ends = [("", ""), (".weight", ".weight"), (".bias", ".bias")]
+        if _MATRIX.search(ours):
+            ends.append((f".{_EXTRA_STATE}", ".weight"))
+        for end, our_end in ends:
+            name = place + ours + our_end
+            if name in stored:
+                local = place + there + end
+                if _is_fused(arguments):
+                    local = fused_name(local, arguments)
+                if place_in_file is not None:
+                    local = place_in_file + local.removeprefix(place)
+                yield local, "" if local.endswith(_EXTRA_STATE) else name
 
 
 def _is_fused(arguments: Arguments) -> bool:
     return arguments.get("transformer_impl") == "transformer_engine"
 
 
-def _in_mtp_layer(
-    number: int, arguments: Arguments, experts: Sequence[int]
-) -> Iterator[tuple[str, str]]:
-    yield from (*_weight_and_bias("enorm"), *_weight_and_bias("hnorm"), *_matrix("eh_proj"))
-    for there, ours in _in_layer(number, arguments, experts):
-        yield f"transformer_layer.{there}", f"transformer_layer.{ours}"
-    yield from _weight_and_bias("final_layernorm")
-
-
 def _in_layer(
     number: int, arguments: Arguments, experts: Sequence[int]
-) -> Iterator[tuple[str, str]]:
-    """Yield (end of the name in a file, end of our name).
-
-    For an ``_extra_state`` entry, the second is that of the weight it belongs to.
-    """
+) -> Iterator[str | tuple[str, str]]:
+    """Yield the parts of a layer: those of all kinds of layers, of which few are stored."""
     is_fused = _is_fused(arguments)
-    yield from _mixer(is_fused)
-    yield _SINK, _SINK
     is_latent = bool(arguments.get("multi_latent_attention"))
-    first, projection = _weight_and_bias("input_layernorm"), _matrix("self_attention.linear_proj")
-    is_inside = is_fused and not is_latent  # the norm is fused into the following matrix
-    yield from (*projection, *first) if is_inside else (*first, *projection)
-    for part in _latent_attention(is_fused) if is_latent else _ATTENTION:
-        kind = _weight_and_bias if part.endswith("norm") else _matrix
-        yield from kind(f"self_attention.{part}")
-    yield from _weight_and_bias("pre_cross_attn_layernorm")
-    for part in ("proj", "q", "kv"):
-        yield from _matrix(f"cross_attention.linear_{part}")
-    yield from _weight_and_bias("pre_mlp_layernorm")
+    yield from ("mixer.dt_bias", "mixer.A_log", "mixer.D")
+    mixer = ["mixer.in_proj", "mixer.conv1d", "mixer.norm", "mixer.out_proj"]
+    yield from ["norm", *mixer] if is_fused else [*mixer, "norm"]
+    yield "self_attention.core_attention.softmax_offset"
+    first = ["input_layernorm", "self_attention.linear_proj"]
+    # A norm that is fused into the following matrix comes with it.
+    yield from reversed(first) if is_fused and not is_latent else first
+    yield from (f"self_attention.{part}" for part in _ATTENTION[is_latent, is_latent and is_fused])
+    yield "pre_cross_attn_layernorm"
+    yield from (f"cross_attention.linear_{part}" for part in ("proj", "q", "kv"))
+    yield "pre_mlp_layernorm"
     if not stored_layer_has_experts(number, arguments):
-        yield from (*_matrix("mlp.linear_fc1"), *_matrix("mlp.linear_fc2"))
+        yield from ("mlp.linear_fc1", "mlp.linear_fc2")
         return
-    for tail in ("weight", "bias", "expert_bias"):
-        yield f"mlp.router.{tail}", f"mlp.router.{tail}"
-    yield from _of_experts(experts, is_grouped=is_fused and bool(arguments.get("moe_grouped_gemm")))
-    yield "mlp.shared_experts.gate_weight", "mlp.shared_experts.gate_weight"
-    for matrix in _MATRICES:
-        yield from _matrix(f"mlp.shared_experts.{matrix}")
+    yield from ("mlp.router", "mlp.router.expert_bias")
+    if is_fused and arguments.get("moe_grouped_gemm"):
+        for matrix in ("linear_fc1", "linear_fc2"):
+            of_first = ""
+            for kind in ("weight", "bias"):
+                for local, expert in enumerate(experts):
+                    ours = f"mlp.experts.local_experts.{expert}.{matrix}.{kind}"
+                    of_first = of_first or ours
+                    yield f"mlp.experts.{matrix}.{kind}{local}", ours
+            yield f"mlp.experts.{matrix}.{_EXTRA_STATE}", of_first
+    else:
+        for local, expert in enumerate(experts):
+            for matrix in ("linear_fc1", "linear_fc2"):
+                place = "mlp.experts.local_experts"
+                yield f"{place}.{local}.{matrix}", f"{place}.{expert}.{matrix}"
+    yield "mlp.shared_experts.gate_weight"
+    yield from ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 
 
-def _mixer(is_fused: bool) -> Iterator[tuple[str, str]]:
-    yield from ((f"mixer.{name}",) * 2 for name in ("dt_bias", "A_log", "D"))
-    norm, inside = _weight_and_bias("norm"), _weight_and_bias("mixer.conv1d")
-    first = (*norm, *_matrix("mixer.in_proj")) if is_fused else _matrix("mixer.in_proj")
-    yield from (*first, *inside, *_weight_and_bias("mixer.norm"), *_matrix("mixer.out_proj"))
-    yield from () if is_fused else norm
-
-
-_SINK = "self_attention.core_attention.softmax_offset"
-_MATRICES = ("linear_fc1", "linear_fc2")
-_ATTENTION = ("linear_qkv", "q_layernorm", "k_layernorm")
-
-
-def _latent_attention(is_fused: bool) -> tuple[str, ...]:
-    """Return the parts of latent attention in order; a fused norm precedes its matrix."""
-    if is_fused:
-        down_up = ("linear_q_down_proj", "q_layernorm", "linear_q_up_proj")
-        return ("linear_q_proj", *down_up, "linear_kv_down_proj", "kv_layernorm", _KV_UP)
-    matrices = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj")
-    return (*matrices, _KV_UP, "q_layernorm", "kv_layernorm")
-
-
-_KV_UP = "linear_kv_up_proj"
-
-
-def _of_experts(experts: Sequence[int], *, is_grouped: bool) -> Iterator[tuple[str, str]]:
-    if not is_grouped:
-        for local, number in enumerate(experts):
-            for matrix in _MATRICES:
-                ours = _matrix(f"mlp.experts.local_experts.{number}.{matrix}")
-                theirs = _matrix(f"mlp.experts.local_experts.{local}.{matrix}")
-                yield from ((there[0], our[1]) for there, our in zip(theirs, ours, strict=True))
-        return
-    for matrix in _MATRICES:
-        for kind in ("weight", "bias"):
-            for local, number in enumerate(experts):
-                ours_tail = f"mlp.experts.local_experts.{number}.{matrix}.{kind}"
-                yield f"mlp.experts.{matrix}.{kind}{local}", ours_tail
-        if experts:
-            first = f"mlp.experts.local_experts.{experts[0]}.{matrix}.weight"
-            yield f"mlp.experts.{matrix}.{_EXTRA_STATE}", first
-
-
-def _weight_and_bias(name: str) -> tuple[tuple[str, str], ...]:
-    return tuple((f"{name}.{kind}",) * 2 for kind in ("weight", "bias"))
-
-
-def _matrix(name: str) -> tuple[tuple[str, str], ...]:
-    weight, bias = f"{name}.weight", f"{name}.bias"
-    return (weight, weight), (bias, bias), (f"{name}.{_EXTRA_STATE}", weight)
+# (latent, fused) -> the parts of attention, in order; a fused norm precedes its matrix.
+_ATTENTION = {
+    (False, False): "linear_qkv q_layernorm k_layernorm".split(),
+    (True, False): (
+        "linear_q_proj linear_q_down_proj linear_q_up_proj linear_kv_down_proj linear_kv_up_proj "
+        "q_layernorm kv_layernorm"
+    ).split(),
+    (True, True): (
+        "linear_q_proj linear_q_down_proj q_layernorm linear_q_up_proj linear_kv_down_proj "
+        "kv_layernorm linear_kv_up_proj"
+    ).split(),
+}

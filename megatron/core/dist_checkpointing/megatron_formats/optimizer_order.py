@@ -11,29 +11,17 @@ shared by two stages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import lcm, prod
-from typing import Protocol
-
-import torch
+from typing import Any
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.config.value_types import Arguments, StateDict, Unpickled
+from megatron.core.config.value_types import Arguments, Shape, StateDict, Unpickled
 from megatron.core.dist_checkpointing.megatron_formats.archive import StoredArray
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpTensor
 from megatron.core.dist_checkpointing.megatron_formats.names import is_expert, is_vocabulary
 
-
-class ParamShare(Protocol):
-    """Shape and dtype of a rank's shard of a parameter."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
-Param = tuple[str, ParamShare]
+Param = tuple[str, Any]  # name, and a rank's shard: anything with a shape and a dtype
 Chunks = Sequence[Sequence[Param]]  # the parameters of each model chunk
 State = tuple[str, str, Unpickled]  # kind of state, name of the parameter, array or `DcpTensor`
 
@@ -58,7 +46,15 @@ def optimizer_state(
     """
     try:
         params = [list(chunk) for chunk in chunks]
-        return list(_state(optimizer, buffers, params, arguments, stage))
+        if not isinstance(optimizer, list) and not isinstance(buffers, list):
+            return list(_state(optimizer, buffers, params, arguments, stage))
+        states: list[State] = []
+        for which in (False, True):
+            mine = [[p for p in chunk if is_expert(p[0]) is which] for chunk in params]
+            if any(mine):
+                own = optimizer[which] if isinstance(optimizer, list) else optimizer
+                states += _state(own, buffers and buffers[which], mine, arguments, stage, which)
+        return states
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
             f"{what} does not fit the model beside it ({error}){hint}; --no-load-optim does without"
@@ -66,27 +62,22 @@ def optimizer_state(
 
 
 def _state(
-    optimizer: Unpickled, buffers: Unpickled, chunks: Chunks, arguments: Arguments, stage: int
+    optimizer: Unpickled,
+    buffers: Unpickled,
+    chunks: Chunks,
+    arguments: Arguments,
+    stage: int,
+    of_experts: bool = False,
 ) -> Iterator[State]:
-    are_two = isinstance(optimizer, list) or isinstance(buffers, list)
-    for which in (False, True) if are_two else (None,):
-        mine, own, own_buffers = chunks, optimizer, buffers
-        if which is not None:
-            mine = [[p for p in chunk if is_expert(p[0]) is which] for chunk in chunks]
-            own = optimizer[which] if isinstance(optimizer, list) else optimizer
-            own_buffers = None if buffers is None else buffers[which]
-        if which is not None and not any(mine):
-            continue
-        if own_buffers is not None:
-            yield from _from_buffers(own_buffers, mine, arguments, stage, bool(which))
-        else:
-            yield from _by_number(own, mine, arguments)
-
-
-def _by_number(optimizer: Unpickled, chunks: Chunks, arguments: Arguments) -> Iterator[State]:
+    if buffers is not None:
+        yield from _from_buffers(buffers, chunks, arguments, stage, of_experts)
+        return
     inner = optimizer.get("optimizer", optimizer)
     groups = inner["param_groups"]
-    members = _members(groups, [param for chunk in chunks for param in chunk], arguments)
+    sorts = list(map(sort_of, groups))
+    members: list[list[Param]] = [[] for _ in groups]
+    for name, array in (param for chunk in chunks for param in chunk):
+        members[sorts.index(group_of(name, len(array.shape), arguments))].append((name, array))
     for group, params in zip(groups, members, strict=True):
         for index, (name, array) in zip(group["params"], params, strict=True):
             for kind, value in inner["state"].get(index, {}).items():
@@ -101,17 +92,6 @@ def _by_number(optimizer: Unpickled, chunks: Chunks, arguments: Arguments) -> It
             yield "fp32_param", name, value
 
 
-def _members(
-    groups: Sequence[StateDict], params: Sequence[Param], arguments: Arguments
-) -> list[list[Param]]:
-    """Return the parameters of each group."""
-    sorts = [(float(g.get("wd_mult", 1.0)), bool(g.get("is_decoupled_lr"))) for g in groups]
-    members: list[list[Param]] = [[] for _ in groups]
-    for name, array in params:
-        members[sorts.index(group_of(name, len(array.shape), arguments))].append((name, array))
-    return members
-
-
 def group_of(name: str, num_dims: int, arguments: Arguments) -> tuple[float, bool]:
     """Return (weight decay multiplier, whether --decoupled-lr applies) of a parameter."""
     decays = 0.0 if name.endswith(".bias") or num_dims == 1 else 1.0
@@ -119,14 +99,19 @@ def group_of(name: str, num_dims: int, arguments: Arguments) -> tuple[float, boo
     return decays, is_end and arguments.get("decoupled_lr") is not None
 
 
+def sort_of(group: StateDict) -> tuple[float, bool]:
+    """Return what `group_of` returns for the parameters of ``group``."""
+    return float(group.get("wd_mult", 1.0)), bool(group.get("is_decoupled_lr"))
+
+
 def numbered_groups(
-    known: Sequence[StateDict], params: Sequence[tuple[str, int]], arguments: Arguments
+    known: Iterable[StateDict], params: Iterable[tuple[str, int]], arguments: Arguments
 ) -> list[tuple[StateDict, list[str]]]:
     """Return (group with its parameter numbers, names) pairs, in order of first appearance.
 
     ``params``: name and number of dimensions, in the order of the model.
     """
-    by_sort = {(float(g["wd_mult"]), bool(g["is_decoupled_lr"])): g for g in known}
+    by_sort = {sort_of(group): group for group in known}
     met: dict[tuple[float, bool], list[str]] = {}
     for name, num_dims in params:
         met.setdefault(group_of(name, num_dims, arguments), []).append(name)
@@ -139,38 +124,29 @@ def numbered_groups(
 
 
 def _from_buffers(
-    buffers: Unpickled,
-    chunks: Chunks,
-    arguments: Arguments,
-    stage: int,
-    of_experts: bool = False,
+    buffers: Unpickled, chunks: Chunks, arguments: Arguments, stage: int, of_experts: bool
 ) -> Iterator[State]:
-    is_tied = not arguments.get("untie_embeddings_and_output_weights")
-    shares_embedding = is_tied and int(arguments.get("pipeline_model_parallel_size") or 1) > 1
     number = 0
     for chunk, params in enumerate(chunks):
-        size, alignment, replicas = bucket_rules(
-            arguments,
-            num_params=sum(prod(array.shape) for _, array in params),
-            is_first=stage == 0 and chunk == 0,
-            is_expert=of_experts,
-        )
         for _ in range(len({array.dtype for _, array in params})):
             ((dtypes, stored),) = buffers[number].items()
-            number += 1
             mine = [param for param in params if param[1].dtype == dtypes[0]]
-            alone = [i for i, p in enumerate(mine) if shares_embedding and is_vocabulary(p[0])]
             starts, total = starts_in_buffer(
-                [prod(array.shape) for _, array in mine], size, alone, alignment, replicas
+                [(name, prod(array.shape)) for name, array in mine],
+                arguments,
+                num_params=sum(prod(array.shape) for _, array in params),
+                is_first=stage == 0 and chunk == 0,
+                of_experts=of_experts,
             )
             for kind, ours in BUFFER_KINDS.items():
                 whole = stored[kind]
-                _check(f"buffer {number - 1}", whole.shape, (total,))
+                _check(f"buffer {number}", whole.shape, (total,))
                 for (name, array), start in zip(mine, starts, strict=True):
                     yield ours, name, whole.flat(start, array.shape)
+            number += 1
 
 
-def _check(name: str, have: tuple[int, ...], want: tuple[int, ...]) -> None:
+def _check(name: str, have: Shape, want: Shape) -> None:
     if have != want:
         raise ValueError(f"{name} has shape {list(have)}, {list(want)} was expected")
 
@@ -181,60 +157,61 @@ _HIGH_BUS_BANDWIDTH_ALIGNMENT = 2**16
 
 
 def starts_in_buffer(
-    numels: Sequence[int],
-    bucket_size: int | None,
-    alone: Collection[int] = (),
-    bucket_alignment: int = _BUCKET_ALIGNMENT,
-    replicas: int = 1,
+    params: Sequence[tuple[str, int]],
+    arguments: Arguments,
+    *,
+    num_params: int,
+    is_first: bool,
+    of_experts: bool = False,
 ) -> tuple[list[int], int]:
     """Return the start of each parameter among the saved elements, and their total number.
 
-    ``numels`` in the order of the model; each parameter in ``alone`` has its own bucket.
+    ``params``: name and elements, in the order of the model; ``num_params``: elements of the model
+    chunk, also of other dtypes.  ``is_first``: the first model chunk of the first stage; other
+    chunks have one bucket.  ``of_experts``: buffers of experts, which have their own data-parallel
+    size.
 
-    >>> starts_in_buffer([100, 64, 30], None)
+    >>> params = [("a", 100), ("b", 64), ("c", 30)]
+    >>> starts_in_buffer(params, {}, num_params=194, is_first=True)
     ([128, 64, 0], 228)
-    >>> starts_in_buffer([100, 64, 30], 30)
+    >>> arguments = {"overlap_grad_reduce": True, "ddp_bucket_size": 30}
+    >>> starts_in_buffer(params, arguments, num_params=194, is_first=True)
     ([94, 30, 0], 194)
     """
-    starts = [0] * len(numels)
-    closed = end = 0  # saved elements of closed buckets; end of the open bucket
-    for index in reversed(range(len(numels))):
-        begin = _round_up(end, _PARAM_ALIGNMENT)
-        if index in alone and end:
-            closed += begin if begin % replicas == 0 else _round_up(begin, bucket_alignment)
-            begin = end = 0
-        starts[index] = closed + begin
-        end = begin + numels[index]
-        if index in alone or (bucket_size is not None and end >= bucket_size):
-            closed, end = closed + end, 0
-    return starts, closed + end
-
-
-def bucket_rules(
-    arguments: Arguments, *, num_params: int, is_first: bool, is_expert: bool = False
-) -> tuple[int | None, int, int]:
-    """Return (bucket size, alignment of bucket ends, data-parallel size) of a command line.
-
-    The size, in elements, is None for one bucket.  ``is_first``: the first model chunk of the first
-    stage; other chunks have one bucket.  ``is_expert``: buffers of experts, which have their own
-    data-parallel size.
-    """
-    replicas = int(arguments.get("data_parallel_size") or 1)
-    replicas *= int(arguments.get("context_parallel_size") or 1)
-    if is_expert:
-        tp = int(arguments.get("tensor_model_parallel_size") or 1)
+    tp, pp, cp, dp = (
+        int(arguments.get(size) or 1)
+        for size in (
+            *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+            *("context_parallel_size", "data_parallel_size"),
+        )
+    )
+    replicas = dp * cp
+    if of_experts:
         expert_tp = int(arguments.get("expert_tensor_parallel_size") or tp)
         replicas = replicas * tp // (expert_tp * int(arguments["expert_model_parallel_size"]))
     alignment = lcm(replicas, _BUCKET_ALIGNMENT)
     if arguments.get("ddp_pad_buckets_for_high_nccl_busbw"):
         alignment = lcm(alignment, _HIGH_BUS_BANDWIDTH_ALIGNMENT)
-    size = None
+    bucket_size = None
     overlapped = arguments.get("overlap_grad_reduce")
     if overlapped and is_first and not arguments.get("overlap_param_gather_with_optimizer_step"):
-        size = arguments.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * replicas)
+        bucket_size = arguments.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * replicas)
         if arguments.get("ddp_num_buckets"):
-            size = num_params // arguments["ddp_num_buckets"]
-    return size, alignment, replicas
+            bucket_size = num_params // arguments["ddp_num_buckets"]
+    shares_embedding = pp > 1 and not arguments.get("untie_embeddings_and_output_weights")
+    starts: list[int] = []
+    closed = end = 0  # saved elements of closed buckets; end of the open bucket
+    for name, numel in reversed(params):
+        is_alone = shares_embedding and is_vocabulary(name)
+        begin = _round_up(end, _PARAM_ALIGNMENT)
+        if is_alone and end:
+            closed += begin if begin % replicas == 0 else _round_up(begin, alignment)
+            begin = 0
+        starts.insert(0, closed + begin)
+        end = begin + numel
+        if is_alone or (bucket_size is not None and end >= bucket_size):
+            closed, end = closed + end, 0
+    return starts, closed + end
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -41,11 +41,14 @@ def reference_values(common: Common) -> StateDict:
     counters = common["counters"]
     arguments = json.loads(json.dumps(common["args"]))  # no classes of this project in the pickle
     args = {name: _restored(name, value) for name, value in arguments.items()}
-    args |= {name: counters[name] for name in COUNTERS}
     is_both = args.get("model_kind") == "t5"
     kind = ModelType.encoder_and_decoder if is_both else ModelType.encoder_or_decoder
-    args |= {"iteration": 0, "model_type": _enum(kind)}
-    args |= dict.fromkeys(("do_train", "do_valid", "do_test"), True)
+    args |= {
+        **{name: counters[name] for name in COUNTERS},
+        "iteration": 0,
+        "model_type": named("megatron.core.enums", "ModelType")(kind.value),
+        **dict.fromkeys(("do_train", "do_valid", "do_test"), True),
+    }
     values = {
         "args": argparse.Namespace(**args),
         "checkpoint_version": common["checkpoint_version"],
@@ -53,8 +56,7 @@ def reference_values(common: Common) -> StateDict:
     }
     if common.get("opt_param_scheduler") is not None:
         values["opt_param_scheduler"] = dict(common["opt_param_scheduler"])
-    values[FLOPS] = counters[FLOPS]
-    return values
+    return values | {FLOPS: counters[FLOPS]}
 
 
 def is_half(common: Common) -> bool:
@@ -73,22 +75,22 @@ def has_two_optimizers(common: Common) -> bool:
 
 
 def param_groups(
-    common: Common, *, with_step: bool, is_expert: bool | None = None
+    common: Common, *, with_step: bool = False, is_expert: bool | None = None
 ) -> list[StateDict]:
     """Return the parameter groups of the optimizer, without parameters.
 
     ``is_expert`` selects the groups of the experts' optimizer, or of the other; None is all.
     """
+    args, optimizer = common["args"], common["optimizer"]
+    step = {"step": optimizer["step"]} if with_step else {}
     groups = []
-    for ours in common["optimizer"]["param_groups"]:
-        args = common["args"]
-        if is_expert is not None and bool(ours.get("is_expert_parallel")) != is_expert:
-            continue
-        limits = {"max_lr": args.get("lr"), "min_lr": args.get("min_lr")}
-        group = {**limits, **ours, **_ADAM_GROUP}
-        if "betas" in group:
-            group["betas"] = tuple(group["betas"])
-        groups.append(group | ({"step": common["optimizer"]["step"]} if with_step else {}))
+    for ours in optimizer["param_groups"]:
+        if is_expert in (None, bool(ours.get("is_expert_parallel"))):
+            limits = {"max_lr": args.get("lr"), "min_lr": args.get("min_lr")}
+            group = {**limits, **ours, **_ADAM_GROUP, **step}
+            if "betas" in group:
+                group["betas"] = tuple(group["betas"])
+            groups.append(group)
     return groups
 
 
@@ -111,7 +113,7 @@ def numbered_optimizer(
 
     ``params``: name and number of dimensions; ``state_of(kind, name)`` returns the value to store.
     """
-    members = numbered_groups(param_groups(common, with_step=False), params, common["args"])
+    members = numbered_groups(param_groups(common), params, common["args"])
     step = torch.tensor(float(common["optimizer"]["step"]))
     state = {
         number: {"step": step.clone(), **{kind: state_of(kind, name) for kind in sorted(kinds)}}
@@ -128,28 +130,22 @@ def numbered_optimizer(
 def reference_rng(values: JsonObject) -> StateDict:
     """Convert a rank's random states to Megatron-LM's form."""
     states = from_json(values)
-    on_device = states["cuda_rng_state"]
-    return states | {
-        "cuda_rng_state": states["torch_rng_state"] if on_device is None else on_device
-    }
+    if states["cuda_rng_state"] is None:
+        states["cuda_rng_state"] = states["torch_rng_state"]
+    return states
 
 
 def _restored(name: str, value: object) -> object:
     """Return a value of the command line with the type that its parser produces."""
     if name == "attention_backend" and isinstance(value, str):
-        return _enum(AttnBackend[value])
+        backend = AttnBackend[value].value
+        return named("megatron.core.transformer.enums", "AttnBackend")(backend)
     if isinstance(value, str) and value.startswith("torch."):
         return getattr(torch, value.removeprefix("torch."), value)
     return value
 
 
-def _enum(member: AttnBackend | ModelType) -> Named:
-    home = "megatron.core" + (".transformer" if isinstance(member, AttnBackend) else "")
-    return named(f"{home}.enums", type(member).__name__)(args=(member.value,))
-
-
 RERUN_SHARDS = "rerun_state_machine_state"  # Megatron-LM's key of the ranks' states in torch_dist
-_HOME = "megatron.core.rerun_state_machine"
 RANKS = "ranks"  # global rank -> its state as JSON, in the files of torch, which ranks share
 _SAVED = "saved_state"
 _WILL_RERUN = 3
@@ -162,18 +158,21 @@ def reference_mode() -> StateDict:
 
 def reference_rerun(saved: JsonObject) -> StateDict:
     """Convert the state of a rank to the dictionary ``sharded`` of Megatron-LM."""
-    suspect = saved["suspect"]
-    injector = saved["error_injector_checkpoint"]
+    suspect, injector = saved["suspect"], saved["error_injector_checkpoint"]
     kinds = {
-        name: None if injector[name] is None else _object("RerunDiagnostic", injector[name])
+        name: injector[name] and _object("RerunDiagnostic", injector[name])
         for name in ("error_injection_type", "injected_error_type")
     }
-    (message, rank), sequence = ((None, None), None) if suspect is None else suspect["call"]
-    caller = None if suspect is None else _object("Caller", message, rank)
+    call = result = node = number = None
+    if suspect is not None:
+        (message, rank), sequence = suspect["call"]
+        call = _object("Call", _object("Caller", message, rank), sequence)
+        _, node, device = suspect["place"]
+        number = int(device) if device.isdecimal() else None
+        result = suspect["result"]
+        if isinstance(result, list):  # shape and values of a tensor; Megatron-LM's are losses
+            result = result[1][0] if len(result[1]) == 1 else None
     is_pending = saved["state"] == _WILL_RERUN
-    result = None if suspect is None else suspect["result"]
-    if isinstance(result, list):  # shape and values of a tensor; Megatron-LM's are losses
-        result = result[1][0] if len(result[1]) == 1 else None
     return {
         "state": _object("RerunState", saved["state"]),
         "current_iteration": saved["current_iteration"],
@@ -182,10 +181,10 @@ def reference_rerun(saved: JsonObject) -> StateDict:
         "restart_again_requested": False,
         "continue_requested": False,
         "error_injector_checkpoint": {**injector, **kinds},
-        "failed_validation_call": None if caller is None else _object("Call", caller, sequence),
+        "failed_validation_call": call,
         "initial_result": None if result is None else float(result),
-        "suspicious_node": None if suspect is None else suspect["place"][1],
-        "suspicious_device": None if suspect is None else _number(suspect["place"][2]),
+        "suspicious_node": node,
+        "suspicious_device": number,
         "data_iterator_checkpoints": None,
         "large_value_counts": saved["large_value_counts"],
         "max_values": saved["max_values"],
@@ -202,28 +201,25 @@ def rerun_state_of(sharded: Mapping[str, Unpickled]) -> JsonObject:
     suspect = None
     if call is not None:
         caller, sequence = call.pickled_args
+        message, rank = caller.pickled_args
         result = sharded["initial_result"]
         result = result.read().double().item() if hasattr(result, "read") else result
+        device = str(sharded["suspicious_device"])
         suspect = {
-            "call": [list(caller.pickled_args), sequence],
+            "call": [[message, rank], sequence],
             "result": None if result is None else repr(float(result)),
-            "place": [
-                caller.pickled_args[1],
-                str(sharded["suspicious_node"]),
-                str(sharded["suspicious_device"]),
-            ],
+            "place": [rank, str(sharded["suspicious_node"]), device],
             "fatal": True,
             "is_shared": False,
             "num_starts": 0,
         }
-    injector = sharded["error_injector_checkpoint"]
     return {
         "state": sharded["state"].pickled_args[0],
         "current_iteration": sharded["current_iteration"],
         "suspect": suspect,
         "error_injector_checkpoint": {
             name: value.pickled_args[0] if hasattr(value, "pickled_args") else value
-            for name, value in injector.items()
+            for name, value in sharded["error_injector_checkpoint"].items()
         },
         "large_value_counts": dict(sharded["large_value_counts"]),
         "max_values": dict(sharded["max_values"]),
@@ -231,8 +227,4 @@ def rerun_state_of(sharded: Mapping[str, Unpickled]) -> JsonObject:
 
 
 def _object(name: str, *args: object) -> Named:
-    return named(_HOME, name)(args=args)
-
-
-def _number(device: str) -> int | None:
-    return int(device) if device.isdecimal() else None
+    return named("megatron.core.rerun_state_machine", name)(*args)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
@@ -20,7 +21,6 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import (
     DcpIndex,
     DcpTensor,
-    ForeignPiece,
 )
 from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
     STATE_PREFIX,
@@ -30,14 +30,13 @@ from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
 from megatron.core.dist_checkpointing.megatron_formats.names import (
     is_buffer,
     our_name,
+    split_half,
 )
 from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import (
     State,
     optimizer_state,
 )
 
-_MODEL, _OPTIMIZER = "model", "optimizer"
-_HALVES = {"_w": 0, "_v": 1}
 # Names of main parameters in the optimizer of --use-megatron-fsdp.
 _MAIN = ("param", "master_param", "fp32_param")
 
@@ -54,7 +53,7 @@ class TorchDcpReader(ForeignReader):
     def _read_index(self, index: DcpIndex) -> None:
         """Set ``values`` and ``tensors`` from the index."""
         self.values = state = _unflatten(index)
-        model = state.get(_MODEL)
+        model = state.get("model")
         if not isinstance(model, Mapping):
             raise CheckpointError(
                 f"{self.folder / METADATA} holds no model: it is no checkpoint of Megatron-LM "
@@ -64,9 +63,11 @@ class TorchDcpReader(ForeignReader):
         params = [(name, tensor) for name, tensor in model.items() if isinstance(tensor, DcpTensor)]
         for name, tensor in params:
             self._place_whole("", name, tensor)
-        trained = [param for param in params if not is_buffer(param[0])]
-        for kind, name, tensor in self._optimizer_state(state.get(_OPTIMIZER), trained):
-            self._place_whole(f"{STATE_PREFIX}{kind}.", name, tensor)
+        optimizer = state.get("optimizer")
+        if isinstance(optimizer, Mapping):
+            trained = [param for param in params if not is_buffer(param[0])]
+            for kind, name, tensor in self._optimizer_state(optimizer, trained):
+                self._place_whole(f"{STATE_PREFIX}{kind}.", name, tensor)
         self._finish()
 
     def _rng_state(self, rank: int) -> Unpickled | None:
@@ -92,12 +93,9 @@ class TorchDcpReader(ForeignReader):
         return states[rank] if rank < len(states) else None
 
     def _optimizer_state(
-        self, optimizer: object, params: list[tuple[str, DcpTensor]]
+        self, optimizer: Unpickled, params: list[tuple[str, DcpTensor]]
     ) -> Iterator[State]:
-        if not isinstance(optimizer, Mapping):
-            return
-        inner = optimizer.get(_OPTIMIZER, optimizer)
-        by_name = inner.get("state", {})
+        by_name = optimizer.get("optimizer", optimizer).get("state", {})
         if not any(isinstance(key, str) for key in by_name):
             what = f"{self.folder}: the optimizer's state"
             yield from optimizer_state(what, optimizer, None, [params], self.args, 0)
@@ -110,12 +108,12 @@ class TorchDcpReader(ForeignReader):
     def _place_whole(self, prefix: str, name: str, tensor: DcpTensor) -> None:
         while name.startswith("module."):
             name = name.removeprefix("module.")
-        half = _HALVES.get(name[-2:])
-        name = our_name(name if half is None else name[:-2])
+        name, half = split_half(name)
         for chunk in tensor.chunks:
-            first = chunk.offset[0] + (half or 0) * tensor.shape[0] if chunk.offset else 0
-            offset = (first, *chunk.offset[1:]) if chunk.offset else ()
-            self._add(prefix + name, tensor.dtype, ForeignPiece(offset, chunk.shape, chunk.array))
+            if half:
+                first, *others = chunk.offset
+                chunk = replace(chunk, offset=(first + tensor.shape[0], *others))
+            self._add(prefix + our_name(name), tensor.dtype, chunk)
 
 
 def _unflatten(index: DcpIndex) -> StateDict:
@@ -127,7 +125,7 @@ def _unflatten(index: DcpIndex) -> StateDict:
         at: Nested = root
         for step in path[:-1]:
             at = at.setdefault(step, {})
-        at[path[-1]] = index.tensors[key] if key in index.tensors else index.object(key)
+        at[path[-1]] = index.tensors[key] if key in index.tensors else index.load(key)
     for name in ("args", "iteration", "checkpoint_version", "opt_param_scheduler"):
         if isinstance(root.get(name), DcpTensor):
             root[name] = root[name].chunks[0].array()

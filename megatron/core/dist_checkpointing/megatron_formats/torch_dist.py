@@ -22,28 +22,27 @@ available: the format is inferred from public descriptions of core_v0.14.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
-from megatron.core.config.value_types import Arguments, JsonObject, Unpickled
+from megatron.core.config.value_types import Arguments, JsonObject, Shape, Unpickled
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_FILE,
     METADATA,
+    RNG_STATE,
+    Layout,
     parsing,
 )
-from megatron.core.dist_checkpointing.megatron_formats.archive import (
-    ArrayView,
-    load_archive,
-)
+from megatron.core.dist_checkpointing.megatron_formats.archive import ArrayView, load_archive
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import (
     DcpIndex,
     DcpTensor,
@@ -64,6 +63,7 @@ from megatron.core.dist_checkpointing.megatron_formats.names import (
     our_name,
     sharding_of,
     split_block,
+    split_half,
     split_stack,
     split_state,
 )
@@ -72,12 +72,12 @@ from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
     RERUN_SHARDS,
     rerun_state_of,
 )
+from megatron.core.parallel.rank_grid import RankGrid
 from megatron.core.params.param_info import flat_boxes
 
 _GATHERED = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.param_state/")
 _EXPERTS = re.compile(r"\.experts\.experts\.(?!\d)")
 _Weights = Mapping[str, tuple[torch.dtype, Sequence[ForeignPiece]]]
-_HALVES = {"_w": 0, "_v": 1}  # suffixes of the two halves of a gated layer, if saved separately
 
 
 class TorchDistReader(ForeignReader):
@@ -106,28 +106,27 @@ class TorchDistReader(ForeignReader):
         It is an object that the first data-parallel rank gathered, or one tensor per bucket.
         """
         weights = {key: found for key, found in self._found.items() if not split_state(key)[0]}
-        for key in sorted(self._index.objects):
-            if key.startswith("chained_1.") and ".param_state/" in key:
+        index = self._index
+        for key in (*sorted(index.objects), *index.tensors):
+            if key.startswith("chained_1.") and (".param_state/" in key or _BUCKET.fullmatch(key)):
                 raise CheckpointError(
-                    f"{self.folder}: {key} is the state of experts, gathered by their first "
-                    "replica, which is not read; --no-load-optim does without"
+                    f"{self.folder}: {key} is the state of experts, gathered or saved bucket by "
+                    "bucket, which is not read; --no-load-optim does without"
                 )
-            if found := _GATHERED.match(key):
-                (buffers,) = self._index.object(key)
-                self._add_buffers(key, int(found[1]), buffers, weights)
-        for group, buffers in read_buckets(self._index):
-            self._add_buffers(f"its dp_group_idx_{group}", group, buffers, weights)
+        buffers = [
+            (int(found[1]), index.load(key)[0])  # every object is stored in a list
+            for key in sorted(index.objects)
+            if (found := _GATHERED.match(key))
+        ]
+        for group, stored in (*buffers, *read_buckets(index)):
+            stage, rank = divmod(group, degree(self.args, "tensor"))
+            what = f"{self.folder}: the optimizer's state of dp_group_idx_{group}"
+            chunks = self._params_of(stage, weights)
+            for kind, name, array in optimizer_state(what, {}, stored, chunks, self.args, stage):
+                self._place(f"{STATE_PREFIX}{kind}.", name, rank, array)
 
-    def _add_buffers(self, what: str, group: int, buffers: Unpickled, weights: _Weights) -> None:
-        """Add the optimizer buffers of one tensor-parallel rank of one pipeline stage."""
-        stage, rank = divmod(group, degree(self.args, "tensor"))
-        chunks = self._params_of(stage, weights)
-        what = f"{self.folder}: {what}"
-        for kind, name, array in optimizer_state(what, {}, buffers, chunks, self.args, stage):
-            self._place(f"{STATE_PREFIX}{kind}.", name, rank, array)
-
-    def _params_of(self, stage: int, weights: _Weights) -> Iterator[Iterator[tuple[str, _Share]]]:
-        """Yield, for each model chunk of a stage, each parameter and the shard of a rank."""
+    def _params_of(self, stage: int, weights: _Weights) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """Yield, for each model chunk of a stage, each parameter and a rank's shard (no values)."""
         tp, pp = degree(self.args, "tensor"), degree(self.args, "pipeline")
         num_stages = pp * int(self.args.get("virtual_pipeline_model_parallel_size") or 1)
         size = int(self.args["num_layers"]) // num_stages
@@ -135,46 +134,44 @@ class TorchDistReader(ForeignReader):
             names = ordered_names(
                 weights,
                 self.args,
-                experts=range(0 if degree(self.args, "expert") > 1 else len(weights)),
+                experts=() if degree(self.args, "expert") > 1 else None,
                 layers=range(virtual * size, (virtual + 1) * size),
                 is_first=virtual == 0,
                 is_last=virtual == num_stages - 1,
             )
             yield (
-                (OUTPUT if local == OUTPUT else name, _share(weights[name], self._cut(name), tp))
+                (OUTPUT if local == OUTPUT else name, self._shard(name, *weights[name], tp))
                 for local, name in names
                 if name and not is_buffer(name)
             )
 
-    def _cut(self, name: str) -> int | None:
-        return sharding_of(name, self.args).dim
+    def _shard(
+        self, name: str, dtype: torch.dtype, pieces: Sequence[ForeignPiece], tp: int
+    ) -> Tensor:
+        whole = torch.empty(span_of(pieces), dtype=dtype, device="meta")
+        dim = sharding_of(name, self.args).dim
+        return whole if dim is None else whole.chunk(tp, dim)[0]
 
     def _rng_state(self, rank: int) -> Unpickled | None:
-        at, sizes = self._coordinate(rank), dict(self.manifest.layout["dense"])
-        key = f"rng_state/shard_{at['pp']}.{at['tp']}_{sizes['pp']}.{sizes['tp']}"
+        key, at = rng_shard(self.manifest.layout, rank)
         if key not in self._index.objects:
             return None
-        (states,) = self._index.object(key)  # every object is stored in a list
+        (states,) = self._index.load(key)
         return states[at["dp"] % len(states)]
 
     def _rerun_state(self, rank: int) -> JsonObject | None:
         key = f"{RERUN_SHARDS}/shard_{rank}_{self.manifest.layout['world_size']}"
-        return rerun_state_of(self._index.object(key)[0]) if key in self._index.objects else None
+        return rerun_state_of(self._index.load(key)[0]) if key in self._index.objects else None
 
 
-class _Share(NamedTuple):
-    """Shape and dtype of a tensor-parallel rank's shard of a parameter."""
+def rng_shard(layout: Layout, rank: int) -> tuple[str, dict[str, int]]:
+    """Return the key of the random states of a rank, and its coordinate.
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _share(found: tuple[torch.dtype, Sequence[ForeignPiece]], dim: int | None, tp: int) -> _Share:
-    dtype, pieces = found
-    shape = list(span_of(pieces))
-    if dim is not None:
-        shape[dim] //= tp
-    return _Share(tuple(shape), dtype)
+    The ranks with the same stage and tensor-parallel rank share a key.
+    """
+    sizes = dict(layout["dense"])
+    at = RankGrid(sizes).coordinate(rank)
+    return f"{RNG_STATE}/shard_{at['pp']}.{at['tp']}_{sizes['pp']}.{sizes['tp']}", at
 
 
 def _pieces(
@@ -182,8 +179,8 @@ def _pieces(
 ) -> Iterator[tuple[str, ForeignPiece]]:
     """Yield the boxes of a stored tensor with our keys, one per layer and expert."""
     prefix, name = split_state(key)
-    half = _HALVES.get(name[-2:])
-    name, block = split_block(name if half is None else name[:-2])
+    name, half = split_half(name)
+    name, block = split_block(name)
     pattern, dims = _insert_placeholders(name)
     first = 0  # first row of the stored part in the complete tensor
     if half:
@@ -241,7 +238,7 @@ def _boxes(tensor: DcpTensor, chunk: ForeignPiece) -> Iterator[ForeignPiece]:
         done += prod(shape)
 
 
-def _select(array: Callable[[], ArrayView], place: tuple[int, ...]) -> ArrayView:
+def _select(array: Callable[[], ArrayView], place: Shape) -> ArrayView:
     found = array()
     for index in place:
         found = found.select(index)
@@ -256,26 +253,18 @@ Dtypes = tuple[torch.dtype, ...]  # (dtype of the parameters, dtype of their gra
 Buffers = dict[int, dict[Dtypes, dict[str, ArrayView]]]  # as in distrib_optim.pt of format torch
 
 
-class ArrayPart(NamedTuple):
-    """Elements ``begin`` to ``end`` of a flat array."""
-
-    begin: int
-    end: int
-    array: Callable[[], ArrayView]  # flat, ``end - begin`` elements or more
-
-
 @dataclass(frozen=True)
 class JoinedArray(ArrayView):
-    """A view of a flat array whose parts are stored in several places."""
+    """A view of a flat array stored in several places: (begin, end, elements) of each part."""
 
-    parts: tuple[ArrayPart, ...]
+    parts: Sequence[tuple[int, int, Callable[[], ArrayView]]]
 
     def _elements(self, count: int) -> Tensor:
         flat, missing = torch.empty(count, dtype=self.dtype), count
-        for part in self.parts:
-            low, high = max(part.begin, self.offset), min(part.end, self.offset + count)
+        for begin, end, array in self.parts:
+            low, high = max(begin, self.offset), min(end, self.offset + count)
             if low < high:
-                values = part.array().flat(low - part.begin, (high - low,)).read()
+                values = array().flat(low - begin, (high - low,)).read()
                 flat[low - self.offset : high - self.offset] = values
                 missing -= high - low
         if missing:
@@ -285,58 +274,38 @@ class JoinedArray(ArrayView):
 
 def read_buckets(index: DcpIndex) -> Iterator[tuple[int, Buffers]]:
     """Yield the number of each data-parallel group, and its buffers without padding."""
-    found: dict[int, dict[tuple[int, str, str], dict[int, DcpTensor]]] = {}
+    found: dict[int, dict[tuple[int, str, str], dict[int, DcpTensor]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
     for key, tensor in index.tensors.items():
         if match := _BUCKET.fullmatch(key):
-            if key.startswith("chained_1."):
-                raise CheckpointError(
-                    f"{index.folder}: {key} is the state of experts, saved bucket by bucket, which "
-                    "is not read; --no-load-optim does without"
-                )
             group, buffer, dtypes, bucket, kind = match.groups()
-            buckets = found.setdefault(int(group), {}).setdefault((int(buffer), dtypes, kind), {})
-            buckets[int(bucket)] = tensor
+            found[int(group)][int(buffer), dtypes, kind][int(bucket)] = tensor
     sizes = {int(match[1]): key for key in index.objects if (match := _SIZES.match(key))}
-    for group, stored in sorted(found.items()):
-        if group not in sizes:
-            raise CheckpointDamaged(
-                f"{index.folder}: the sizes of the buckets of group {group} are missing"
+    for number, stored in sorted(found.items()):
+        (unpadded,) = index.load(sizes[number])
+        buffers: Buffers = defaultdict(lambda: defaultdict(dict))
+        for (buffer_number, text, kind), buckets in sorted(stored.items()):
+            key, lengths = next(
+                item for item in unpadded[buffer_number].items() if str(item[0]) == f"({text})"
             )
-        (unpadded,) = index.object(sizes[group])  # every object is stored in a list
-        yield group, _buffers(stored, unpadded, f"{index.folder}: group {group}")
-
-
-def _buffers(
-    stored: Mapping[tuple[int, str, str], Mapping[int, DcpTensor]],
-    unpadded: Sequence[Mapping[Dtypes, Sequence[int]]],
-    where: str,
-) -> Buffers:
-    buffers: Buffers = {}
-    for (number, dtypes, kind), buckets in sorted(stored.items()):
-        try:
-            sizes = {str(key): (key, value) for key, value in unpadded[number].items()}
-            key, lengths = sizes[f"({dtypes})"]
-        except (IndexError, KeyError, AttributeError):
-            raise CheckpointDamaged(f"{where}: no sizes for buffer {number} of {dtypes}") from None
-        if sorted(buckets) != list(range(len(lengths))):
-            raise CheckpointDamaged(
-                f"{where}: buckets {sorted(buckets)} of buffer {number}, {len(lengths)} were saved"
+            buffers[buffer_number][key][kind] = _concatenate(
+                [tensor for _, tensor in sorted(buckets.items())], lengths
             )
-        joined = _concatenate([buckets[i] for i in range(len(lengths))], lengths)
-        buffers.setdefault(number, {}).setdefault(key, {})[kind] = joined
-    return buffers
+        yield number, buffers
 
 
 def _concatenate(buckets: Sequence[DcpTensor], lengths: Sequence[int]) -> JoinedArray:
     """Concatenate the buckets, each without its padding."""
-    parts: list[ArrayPart] = []
+    parts = []
     done = 0
     for tensor, length in zip(buckets, lengths, strict=True):
-        per_rank = tensor.shape[-1]
         for chunk in tensor.chunks:
-            first = chunk.offset[-1] + per_rank * (chunk.offset[0] if len(tensor.shape) > 1 else 0)
+            first = chunk.offset[-1]
+            if len(tensor.shape) > 1:
+                first += tensor.shape[-1] * chunk.offset[0]
             last = min(first + chunk.shape[-1], length)
             if first < last:
-                parts.append(ArrayPart(done + first, done + last, chunk.array))
+                parts.append((done + first, done + last, chunk.array))
         done += length
-    return JoinedArray(buckets[0].dtype, 0, (done,), (1,), tuple(parts))
+    return JoinedArray(buckets[0].dtype, 0, (done,), (1,), parts)

@@ -19,16 +19,25 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from math import lcm
+from itertools import product
+from math import lcm, prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
-from megatron.core.config.value_types import Arguments, JsonObject, Nested, StateDict, Unpickled
+from megatron.core.config.value_types import (
+    Arguments,
+    JsonObject,
+    Nested,
+    Shape,
+    StateDict,
+    Unpickled,
+)
 from megatron.core.dist_checkpointing.formats import (
     SAFETENSORS_DIST,
     Format,
@@ -42,7 +51,6 @@ from megatron.core.dist_checkpointing.manifest import (
     Common,
     FileEntry,
     Manifest,
-    adopt_file,
     fsync_folder,
     parsing,
     write_manifest,
@@ -50,7 +58,7 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.megatron_formats.archive import (
     StoredArray,
     load_archive,
-    write_archive,
+    save_archive,
 )
 from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
     STATE_PREFIX,
@@ -61,11 +69,10 @@ from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
     layout_of,
 )
 from megatron.core.dist_checkpointing.megatron_formats.names import (
-    OUTPUT,
+    Names,
     is_before_core,
     is_buffer,
     is_expert,
-    is_vocabulary,
     ordered_names,
     our_name,
     sharding_of,
@@ -77,7 +84,6 @@ from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import (
     BUFFER_KINDS,
     Chunks,
     State,
-    bucket_rules,
     numbered_groups,
     optimizer_state,
     starts_in_buffer,
@@ -117,39 +123,30 @@ class TorchLegacyReader(ForeignReader):
         self.values = self._ranks[0, 0, 0]
         self._check_complete()
         self._models = {rank: _models(content) for rank, content in self._ranks.items()}
-        met: set[tuple[int, ...]] = set()
+        met: set[Shape] = set()
         for rank in sorted(self._ranks):
             with parsing(folder / folder_name(rank, self.args) / MODEL_FILE):
                 self._add_rank(rank, met)
         with parsing(folder):
             self._finish()
 
-    def _add_rank(self, rank: Rank, met: set[tuple[int, ...]]) -> None:
-        """Add the tensors of ``rank``; ``met`` has the shards already added."""
-        params = [
-            list(self._params(rank, c, self._models[rank][c]))
-            for c in range(len(self._models[rank]))
-        ]
-        state = [("", name, array) for chunk in params for name, array in chunk]
-        trained = [[p for p in chunk if not is_buffer(p[0])] for chunk in params]
-        for kind, name, array in self._optimizer_state(rank, self._ranks[rank], trained):
-            state.append((f"{STATE_PREFIX}{kind}.", name, array))
-        self._add_new_shards(rank, state, met)
-
-    def _add_new_shards(
-        self, rank: Rank, state: list[tuple[str, str, StoredArray]], met: set[tuple[int, ...]]
-    ) -> None:
-        """Add the shards that no earlier rank added: files of several ranks repeat shards.
+    def _add_rank(self, rank: Rank, met: set[Shape]) -> None:
+        """Add the shards of ``rank`` that are not in ``met``: files of several ranks repeat shards.
 
         Expert shards repeat over tensor-parallel ranks, other shards over expert-parallel ranks.
         """
         tp, pp, ep = rank
-        expert_tp = tp % expert_tensor_degree(self.args)
-        is_new = {place: place not in met for place in ((tp, pp), (expert_tp, pp, ep))}
+        params = [list(self._params(rank, chunk)) for chunk in range(len(self._models[rank]))]
+        found = [("", name, array) for chunk in params for name, array in chunk]
+        trained = [[p for p in chunk if not is_buffer(p[0])] for chunk in params]
+        for kind, name, array in self._optimizer_state(rank, trained):
+            found.append((f"{STATE_PREFIX}{kind}.", name, array))
+        dense, of_experts = (tp, pp), (tp % expert_tensor_degree(self.args), pp, ep)
+        is_new = {shard: shard not in met for shard in (dense, of_experts)}
         met.update(is_new)
-        for prefix, whole_name, whole in state:
+        for prefix, whole_name, whole in found:
             for name, array in self._experts_apart(whole_name, whole, ep):
-                shard = (expert_tp, pp, ep) if split_expert(name) else (tp, pp)
+                shard = of_experts if split_expert(name) else dense
                 if is_new[shard]:
                     self._place(prefix, name, shard[0], array)
 
@@ -161,15 +158,13 @@ class TorchLegacyReader(ForeignReader):
         if not found:
             yield name, array
             return
-        count = self._experts_of_rank()
+        experts = _experts_of_rank(self.args, ep)
+        count = len(experts)
         rows, columns = array.shape
         shape = (rows, columns // count) if found[2] == "1" else (rows // count, columns)
-        for i in range(count):
-            own = f"{found[1]}.local_experts.{ep * count + i}.linear_fc{found[2]}.weight"
-            yield own, array.flat(i * shape[0] * shape[1], shape).t()
-
-    def _experts_of_rank(self) -> int:
-        return int(self.args.get("num_experts") or 0) // degree(self.args, "expert")
+        for i, expert in enumerate(experts):
+            own = f"{found[1]}.local_experts.{expert}.linear_fc{found[2]}.weight"
+            yield own, array.flat(i * prod(shape), shape).t()
 
     def _rng_state(self, rank: int) -> Unpickled | None:
         at = self._coordinate(rank)
@@ -179,14 +174,13 @@ class TorchLegacyReader(ForeignReader):
 
     def _rerun_state(self, rank: int) -> JsonObject | None:
         at = self._coordinate(rank)
-        found = next(
-            (c for (tp, pp, _), c in self._ranks.items() if (tp, pp) == (at["tp"], at["pp"])), {}
-        ).get(RERUN_STATE)
+        contents = (c for r, c in self._ranks.items() if r[:2] == (at["tp"], at["pp"]))
+        found = next(contents, {}).get(RERUN_STATE)
         if found is None:
             return None
-        own: Mapping[int, JsonObject] = found.get(RANKS, {})
-        if own:
-            return own.get(rank)
+        if own := found.get(RANKS):
+            state: JsonObject | None = own.get(rank)
+            return state
         # Megatron-LM saves that of the first data-parallel rank.
         return rerun_state_of(found["sharded"]) if at["dp"] == 0 else None
 
@@ -213,33 +207,31 @@ class TorchLegacyReader(ForeignReader):
         return ranks
 
     def _check_complete(self) -> None:
-        wanted = set(ranks_of(self.args))
-        if wanted != self._ranks.keys():
-            kinds = [k for k in ("tensor", "pipeline", "expert") if degree(self.args, k) > 1]
+        if self._ranks.keys() != set(ranks_of(self.args)):
             sizes = " x ".join(
                 f"--{kind}-model-parallel-size {degree(self.args, kind)}"
-                for kind in kinds or ["tensor"]
+                for kind in ("tensor", "pipeline", "expert")
+                if kind == "tensor" or degree(self.args, kind) > 1
             )
             raise CheckpointDamaged(
                 f"{self.folder} has the files of {len(self._ranks)} ranks, it was written with "
                 f"{sizes}: copy the missing mp_rank_* folders"
             )
 
-    def _params(
-        self, rank: Rank, chunk: int, model: Mapping[str, StoredArray]
-    ) -> Iterator[tuple[str, StoredArray]]:
+    def _params(self, rank: Rank, chunk: int) -> Iterator[tuple[str, StoredArray]]:
         """Yield the global name and the array of each tensor of a model chunk.
 
         The layers of chunk c follow those of chunk c - 1 of all stages.
         """
-        stage, pp = rank[1], degree(self.args, "pipeline")
+        _, stage, ep = rank
         before = Counter(
             stack
             for c in range(chunk + 1)
-            for p in range(pp if c < chunk else stage)
+            for p in range(degree(self.args, "pipeline") if c < chunk else stage)
             for stack in _stacks(self._models[0, p, 0][c])
         )
-        first = rank[2] * self._experts_of_rank()
+        first = _experts_of_rank(self.args, ep).start
+        model = self._models[rank][chunk]
         before_core = is_before_core(model)
         for local, array in model.items():
             name = our_name(local, before_core=before_core)
@@ -249,23 +241,29 @@ class TorchLegacyReader(ForeignReader):
                 name = f"{expert[0]}.local_experts.{expert[1] + first}.{expert[2]}"
             yield name, array
 
-    def _optimizer_state(self, rank: Rank, content: StateDict, params: Chunks) -> list[State]:
-        path = self.folder / folder_name(rank, self.args)
-        if content.get("optimizer") is None:
+    def _optimizer_state(self, rank: Rank, params: Chunks) -> list[State]:
+        optimizer = self._ranks[rank].get("optimizer")
+        if optimizer is None:
             return []
+        path = self.folder / folder_name(rank, self.args)
         buffers, hint = None, f", and there is no {BUFFER_FILE}"
         if (path / BUFFER_FILE).exists():
             buffers, hint = load_archive(self._map(path / BUFFER_FILE)), ""
         what = f"{path}: the optimizer's state"
-        return optimizer_state(
-            what, content["optimizer"], buffers, params, self.args, rank[1], hint
-        )
+        return optimizer_state(what, optimizer, buffers, params, self.args, rank[1], hint)
+
+
+def _experts_of_rank(arguments: Arguments, ep: int) -> range:
+    """Return the numbers of the experts of an expert-parallel rank."""
+    size = int(arguments.get("num_experts") or 0) // degree(arguments, "expert")
+    return range(ep * size, (ep + 1) * size)
 
 
 def _models(content: StateDict) -> list[dict[str, StoredArray]]:
     """Return the tensors of each model chunk, in model order, by their names in the file."""
-    chunks = sorted(key for key in content if re.fullmatch(r"model\d+", str(key)))
-    keys = ["model"] if "model" in content else chunks
+    keys = sorted(key for key in content if re.fullmatch(r"model\d+", str(key)))
+    if "model" in content:
+        keys = ["model"]
     return [dict(_leaves(content[key])) for key in keys]
 
 
@@ -311,8 +309,6 @@ def folder_name(rank: Rank, arguments: Arguments) -> str:
 
 _PARTS = "parts"
 
-_Buffers = dict[str | int, object]  # number of a buffer -> its state; also `buckets_coalesced`
-
 
 def write_rank_files(rank_save: RankSave) -> RankReport:
     """Write this rank's share in our own format, in a subfolder.  Local.  Raises OSError."""
@@ -332,8 +328,16 @@ def write_common_files(
     layout = layout_of(common["args"])
     manifest = Manifest(iteration=common["iteration"], layout=layout, files=files)
     write_manifest(parts, manifest)
+    written = {}
     with CheckpointReader(parts) as reader:
-        written = write_tree(reader, folder, common)
+        tree = _Tree(reader, common)
+        tree.check_names()
+        for rank in ranks_of(tree.args):  # one rank's shards are in memory at a time
+            name = folder_name(rank, tree.args)
+            (folder / name).mkdir()
+            for file, content in tree.files_of(rank):
+                written[f"{name}/{file}"] = save_archive(folder / name / file, content)
+            fsync_folder(folder / name)
     shutil.rmtree(parts)
     return written
 
@@ -341,43 +345,16 @@ def write_common_files(
 TORCH = Format("torch", write_rank_files, write_common_files, is_foreign=True, num_copies=2)
 
 
-def write_tree(reader: CheckpointReader, folder: Path, common: Common) -> dict[str, FileEntry]:
-    """Write and fsync the files of every rank of the layout in ``common["args"]``.
-
-    One rank's shards are in memory at a time.  Raises OSError, CheckpointError.
-    """
-    tree = _Tree(reader, common)
-    tree.check_names()
-    files = {}
-    for rank in ranks_of(tree.args):
-        name = folder_name(rank, tree.args)
-        (folder / name).mkdir()
-        for file, content in tree.files_of(rank):
-            write_archive(folder / name / file, content)
-            files[f"{name}/{file}"] = adopt_file(folder / name / file)
-        fsync_folder(folder / name)
-    return files
-
-
-@dataclass(frozen=True)
 class _Tree:
-    """Contents of the files of all ranks."""
+    """Contents of the files of all ranks of the layout in the command line."""
 
-    reader: CheckpointReader
-    common: Common
-
-    @property
-    def args(self) -> Arguments:
-        args: Arguments = self.common["args"]
-        return args
-
-    @property
-    def tp(self) -> int:
-        return degree(self.args, "tensor")
-
-    @property
-    def pp(self) -> int:
-        return degree(self.args, "pipeline")
+    def __init__(self, reader: CheckpointReader, common: Common) -> None:
+        self.reader = reader
+        self.common = common
+        self.args: Arguments = common["args"]
+        self.tp = degree(self.args, "tensor")
+        self.pp = degree(self.args, "pipeline")
+        self.num_chunks = int(self.args.get("virtual_pipeline_model_parallel_size") or 1)
 
     def check_names(self) -> None:
         """Raise CheckpointError unless every weight is in some file."""
@@ -386,9 +363,8 @@ class _Tree:
                 f"format torch has no files for the {self.pp} stages of a T5: use --ckpt-format "
                 "torch_dist, or convert for one stage"
             )
-        stages = range(self.pp * self._num_chunks())
-        every = range(int(self.args.get("num_experts") or 0))
-        placed = {n for s in stages for _, n in self._names(s % self.pp, s // self.pp, every)}
+        stages = product(range(self.pp), range(self.num_chunks))
+        placed = {name for stage in stages for _, name in self._names(*stage, None)}
         names = (key for key in self.reader.tensors if not key.endswith(AMAX_HISTORY))
         lost = [key for key in names if split_state(key)[1] not in placed]
         if lost:
@@ -400,12 +376,11 @@ class _Tree:
         """Yield name and contents of each file of a rank."""
         tp, pp, ep = rank
         content = reference_values(self.common)
-        size = int(self.args.get("num_experts") or 0) // degree(self.args, "expert")
-        experts = range(ep * size, (ep + 1) * size)
-        chunks = [list(self._names(pp, chunk, experts)) for chunk in range(self._num_chunks())]
+        experts = _experts_of_rank(self.args, ep)
+        chunks = [list(self._names(pp, chunk, experts)) for chunk in range(self.num_chunks)]
         for number, names in enumerate(chunks):
             key = "model" if len(chunks) == 1 else f"model{number}"
-            content[key] = {local: self._shard(name, tp) for local, name in names}
+            content[key] = {local: self._shard(name, tp) if name else None for local, name in names}
         params = [[n for _, n in names if n and not is_buffer(n)] for names in chunks]
         buffers = None
         if self.common.get("optimizer") is not None:
@@ -424,16 +399,13 @@ class _Tree:
         if buffers is not None:
             yield BUFFER_FILE, buffers
 
-    def _num_chunks(self) -> int:
-        return int(self.args.get("virtual_pipeline_model_parallel_size") or 1)
-
-    def _names(self, pp: int, chunk: int, experts: range) -> Iterator[tuple[str, str]]:
+    def _names(self, pp: int, chunk: int, experts: Sequence[int] | None) -> Names:
         """Yield local name and global name of a chunk's tensors, in the order of the model.
 
         The global name is empty for an ``_extra_state`` entry, which has no tensor.
         """
-        stage, last = chunk * self.pp + pp, self._num_chunks() * self.pp - 1
-        yield from ordered_names(
+        stage, last = chunk * self.pp + pp, self.num_chunks * self.pp - 1
+        return ordered_names(
             self.reader.tensors,
             self.args,
             experts=experts,
@@ -442,29 +414,28 @@ class _Tree:
             is_last=stage == last,
         )
 
-    def _layers(self, stage: int, num_stages: int) -> Sequence[int]:
+    def _layers(self, stage: int, num_stages: int) -> Sequence[int] | None:
         """Return the layers of a virtual stage: as in the run, else equally many on each stage."""
-        found = {layer[1] for layer in map(split_layer, self.reader.tensors) if layer}
         if num_stages == 1:
-            return sorted(found)
-        given: list[list[int]] | None = self.common.get("stages")
-        if given:
-            return given[stage]
-        if len(found) % num_stages:
-            raise CheckpointError(f"{len(found)} layers cannot be split over {num_stages} stages")
-        size = len(found) // num_stages
+            return None
+        if given := self.common.get("stages"):
+            layers: list[int] = given[stage]
+            return layers
+        count = len({layer[1] for layer in map(split_layer, self.reader.tensors) if layer})
+        if count % num_stages:
+            raise CheckpointError(f"{count} layers cannot be split over {num_stages} stages")
+        size = count // num_stages
         return range(stage * size, (stage + 1) * size)
 
-    def _shard(self, name: str, tp: int, prefix: str = "") -> Tensor | None:
+    def _shard(self, name: str, tp: int, prefix: str = "") -> Tensor:
         """Return the shard of a tensor-parallel rank."""
-        if not name:
-            return None
-        stored = self.reader.tensors[prefix + name]
+        key = prefix + name
         dim, blocks = sharding_of(name, self.args)
+        if dim is None:
+            return self.reader.read(key)
+        stored = self.reader.tensors[key]
         count = expert_tensor_degree(self.args) if is_expert(name) else self.tp
         shape = list(stored.shape)
-        if dim is None:
-            return self.reader.read(prefix + name)
         if any(shape[dim] * block // sum(blocks) % count for block in blocks):
             raise CheckpointError(
                 f"{name} of shape {shape} cannot be sharded with "
@@ -480,16 +451,13 @@ class _Tree:
         )
         out = torch.empty(shape, dtype=stored.dtype)
         for offset, view in info.pieces(out):
-            self.reader.read_box(prefix + name, offset, view)
+            self.reader.read_box(key, offset, view)
         return out
 
     def _state(self, tp: int, kind: str, name: str) -> Tensor:
         """Return optimizer state; fp32 weights are their own main parameters."""
         prefix = f"{STATE_PREFIX}{kind}."
-        is_stored = prefix + name in self.reader.tensors
-        shard = self._shard(name, tp, prefix if is_stored else "")
-        assert shard is not None
-        return shard
+        return self._shard(name, tp, prefix if prefix + name in self.reader.tensors else "")
 
     def _optimizers(self, chunks: list[list[str]], tp: int, pp: int) -> tuple[object, object]:
         """Return the entry of the optimizer, and the contents of the buffer file.
@@ -507,7 +475,7 @@ class _Tree:
 
     def _optimizer(
         self, chunks: list[list[str]], tp: int, pp: int, of_experts: bool = False
-    ) -> tuple[StateDict, _Buffers | None]:
+    ) -> tuple[StateDict, StateDict | None]:
         common, stored = self.common, self.reader.tensors
         params = [(name, len(stored[name].shape)) for names in chunks for name in names]
         if is_distributed(common):
@@ -517,36 +485,32 @@ class _Tree:
                 del group["params"]
             state = {"optimizer": {"param_groups": groups}, **grad_scaler(common)}
             return state, self._buffers(chunks, tp, pp, of_experts)
-        kinds = {key.removeprefix(STATE_PREFIX).split(".")[0] for key in stored}
+        kinds = {key.split(".")[2] for key in stored if key.startswith(STATE_PREFIX)}
         kinds &= {"exp_avg", "exp_avg_sq", "momentum_buffer"}
-        shard = partial(self._state, tp)
-        return numbered_optimizer(common, params, kinds, shard), None
+        return numbered_optimizer(common, params, kinds, partial(self._state, tp)), None
 
-    def _buffers(self, chunks: list[list[str]], tp: int, pp: int, of_experts: bool) -> _Buffers:
-        is_tied = OUTPUT not in self.reader.tensors and self.pp > 1
-        buffers: _Buffers = {"buckets_coalesced": True}
+    def _buffers(self, chunks: list[list[str]], tp: int, pp: int, of_experts: bool) -> StateDict:
+        buffers: dict[Any, object] = {"buckets_coalesced": True}
         for number, names in enumerate(names for names in chunks if names):
             mains = {name: self._state(tp, "fp32_param", name) for name in names}
-            numels = [mains[name].numel() for name in names]
-            size, alignment, replicas = bucket_rules(
+            numels = [(name, main.numel()) for name, main in mains.items()]
+            starts, total = starts_in_buffer(
+                numels,
                 self.args,
-                num_params=sum(numels),
+                num_params=sum(numel for _, numel in numels),
                 is_first=pp == 0 and number == 0,
-                is_expert=of_experts,
+                of_experts=of_experts,
             )
-            alone = [i for i, name in enumerate(names) if is_tied and is_vocabulary(name)]
-            starts, total = starts_in_buffer(numels, size, alone, alignment, replicas)
-            entry: dict[str, Tensor] = {}
+            entry: StateDict = {}
             for key, kind in BUFFER_KINDS.items():
-                flat = torch.zeros(total)
+                entry[key] = flat = torch.zeros(total)
                 for name, start in zip(names, starts, strict=True):
                     values = mains[name] if key == "param" else self._state(tp, kind, name)
                     flat[start : start + values.numel()] = values.reshape(-1)
-                entry[key] = flat
+            entry["numel_unpadded"] = total
             dtype = self.reader.tensors[names[0]].dtype
             in_fp32 = any(map(self.args.get, ("accumulate_allreduce_grads_in_fp32", "bf16")))
-            grads = torch.float32 if in_fp32 else dtype
-            buffers[number] = {(dtype, grads): {**entry, "numel_unpadded": total}}
+            buffers[number] = {(dtype, torch.float32 if in_fp32 else dtype): entry}
         return buffers
 
     def _rank_states(self, tp: int, pp: int) -> Iterator[tuple[int, JsonObject]]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
-from megatron.core.config.value_types import Unpickled
+from megatron.core.config.value_types import Shape, Unpickled
 from megatron.core.dist_checkpointing.manifest import MALFORMED
 
 _STORAGES = {
@@ -52,7 +52,7 @@ _FAILURES = (*MALFORMED, pickle.UnpicklingError, EOFError, ImportError, struct.e
 
 Storage = tuple[torch.dtype, str, int]  # dtype, key in the archive, elements
 _Sizes = Iterable[int]
-Rebuild = Callable[[Storage, int, tuple[int, ...], tuple[int, ...]], object]
+Rebuild = Callable[[Storage, int, Shape, Shape], object]
 
 
 class Record:
@@ -127,11 +127,6 @@ class _Unpickler(pickle.Unpickler):
 def _functions(rebuild: Rebuild) -> dict[tuple[str, str], object]:
     """Return replacements for the functions that torch's pickles call to make tensors."""
 
-    def tensor_v2(
-        storage: Storage, offset: int, shape: _Sizes, stride: _Sizes, *_: object
-    ) -> object:
-        return rebuild(storage, offset, tuple(shape), tuple(stride))
-
     def tensor_v3(
         storage: Storage, offset: int, shape: _Sizes, stride: _Sizes, *others: Unpickled
     ) -> object:
@@ -139,13 +134,12 @@ def _functions(rebuild: Rebuild) -> dict[tuple[str, str], object]:
         typed = (dtype, storage[1], storage[2] // dtype.itemsize)
         return rebuild(typed, offset, tuple(shape), tuple(stride))
 
-    def parameter(data: object, *_: object) -> object:
-        return data
-
     return {
-        ("torch._utils", "_rebuild_tensor_v2"): partial(tensor_v2),
-        ("torch._utils", "_rebuild_tensor_v3"): partial(tensor_v3),
-        ("torch._utils", "_rebuild_parameter"): partial(parameter),
+        ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, shape, stride, *_: rebuild(
+            storage, offset, tuple(shape), tuple(stride)
+        ),
+        ("torch._utils", "_rebuild_tensor_v3"): tensor_v3,
+        ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
     }
 
 
@@ -153,12 +147,6 @@ def _encode(text: str, codec: str) -> bytes:
     if codec not in ("latin1", "latin-1"):
         raise pickle.UnpicklingError(f"unknown codec {codec!r}")
     return text.encode("latin1")
-
-
-def _empty_array(kind: object, _shape: object, _code: object) -> np.ndarray:
-    if kind is not np.ndarray:
-        raise pickle.UnpicklingError("no plain array")
-    return np.empty(0, dtype=np.uint8)
 
 
 def _dtype(code: str, *_: object) -> np.dtype:
@@ -182,12 +170,12 @@ def _plain() -> dict[tuple[str, str], object]:
         ("_codecs", "encode"): partial(_encode),
         ("numpy", "ndarray"): np.ndarray,
         ("numpy", "dtype"): partial(_dtype),
-        ("numpy.core.multiarray", "_reconstruct"): partial(_empty_array),
-        ("numpy.core.multiarray", "scalar"): partial(
+        ("numpy.core.multiarray", "_reconstruct"): (lambda *_: np.empty(0, dtype=np.uint8)),
+        ("numpy.core.multiarray", "scalar"): (
             lambda dtype, data: np.frombuffer(data, dtype=dtype)[0].item()
         ),
         ("torch", "Size"): lambda sizes=(): tuple(sizes),
-        ("torch", "device"): partial(lambda *args: ":".join(map(str, args))),
+        ("torch", "device"): lambda *args: ":".join(map(str, args)),
         ("torch.serialization", "_get_layout"): partial(str),
         ("torch.storage", "UntypedStorage"): torch.uint8,
     }
