@@ -113,12 +113,7 @@ def serve(args: argparse.Namespace, words: Sequence[str]) -> None:
             if args.api_key_file is not None or args.host in _LOOPBACK:
                 features.append("update_weights")  # a client names a directory to read
             info = engine_info(args, writer, tuple(features))
-            status = front_end.serve(
-                writer.engine,
-                info,
-                update_weights=writer.engine.update_weights,
-                explain=writer.explain,
-            )
+            status = front_end.serve(writer.engine, info, explain=writer.explain)
             if status:
                 raise LaunchError(why_ended(status))
             writer.engine.close()

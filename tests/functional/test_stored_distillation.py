@@ -57,7 +57,7 @@ def store(teacher: Path) -> Path:
 
 def all_entries(folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     store = LogitsStore(str(folder))
-    keys = [int(file.read("checksum")[i]) for file in store._files for i in range(len(store))]
+    keys = [int(file.read("checksum")[i]) for file in store.files for i in range(len(store))]
     return [store.entries(i, keys[i]) for i in range(len(store))]
 
 
@@ -141,8 +141,8 @@ def test_other_data_is_refused_with_one_message(tmp_path: Path, store: Path) -> 
     for flags, message in (
         (["--seed", "9"], "has other tokens here: save the store with the data, the seed"),
         (["--train-iters", "9"], "the store has 48 samples and not sample 48"),
-        (["--seq-length", "16"], "the store has sequences of 32 tokens, --seq-length is 16"),
-        (["--vocab-size", "90"], "the store has a vocabulary of 101 tokens, this run one of 91"),
+        (["--seq-length", "16"], "of the store are (32, 101), of this run (16, 101): give"),
+        (["--vocab-size", "90"], "of the store are (32, 101), of this run (32, 91): give"),
     ):
         assert message in said([*load, *flags]), flags
     assert "no such file; give a folder of --logits-save-dir" in said(

@@ -347,14 +347,14 @@ CHECKPOINT_TO_PARAMETER = _in(
     _in(f"{_TRAINING}/runtime/context.py", "TrainState.load"),
 )
 _SERVER, _ENGINE = "megatron/inference/server", "megatron/core/inference/paged_engine"
-READ_REQUEST = _in(f"{_SERVER}/openai_api.py", "read_completion")
+READ_REQUEST = _in(f"{_SERVER}/openai_api.py", "CompletionRequest.read")
 REQUEST_TO_ENGINE = _in(
     f"{_SERVER}/openai_api.py",
     "answer",
     _in(
         f"{_SERVER}/generation.py",
         "Service.samples",
-        _in(f"{_SERVER}/generation.py", "Generation", called="generation"),
+        _in(f"{_SERVER}/generation.py", "Generation"),
     ),
 )
 ENGINE_TO_TOKENS = _in(

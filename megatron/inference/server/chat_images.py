@@ -7,7 +7,6 @@ A ``data:`` URL has the bytes of an image.  A ``file:`` URL names a file under t
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import re
 import stat
@@ -41,15 +40,22 @@ class ImageFiles:
     def read(self, url: str, name: str) -> bytes:
         """Return the bytes of the image ``url``.  Raises ApiError, which has ``name``."""
         if found := _DATA_URL.match(url):
-            return _decoded(url[found.end() :], name)
+            try:
+                return base64.b64decode(url[found.end() :], validate=True)
+            except ValueError as error:
+                raise _fail(name, f"no base64 after 'base64,': {error}") from None
         try:
-            scheme, host, path, query, fragment = urlsplit(url)
+            scheme, host, path, *others = urlsplit(url)
         except ValueError:
-            raise _no_url(url, name) from None
+            scheme = ""
         if scheme in ("http", "https"):
             raise _fail(name, f"{url[:_SHOWN]!r}: this server fetches nothing; send a data: URL")
-        if scheme != "file" or host not in ("", "localhost") or query or fragment:
-            raise _no_url(url, name)
+        if scheme != "file" or host not in ("", "localhost") or any(others):
+            raise _fail(
+                name,
+                f"{url[:_SHOWN]!r} is no URL of an image that this server reads: send "
+                "data:image/png;base64,... or file:///...",
+            )
         return self._read_file(unquote(path), name)
 
     def _read_file(self, path: str, name: str) -> bytes:
@@ -103,10 +109,10 @@ def prompt_of(
             raise ApiError(f"{PARAM}: {error}", PARAM) from None
         num_rows = sum(image.num_rows for image in images)
         if num_rows > max_rows:
-            raise ApiError(
-                f"{PARAM}: {name}: images up to this one need {num_rows} positions, the model has "
-                f"{max_rows}: send fewer",
-                PARAM,
+            raise _fail(
+                name,
+                f"images up to this one need {num_rows} positions, the model has {max_rows}: send "
+                "fewer",
                 code="context_length_exceeded",
             )
         num_bytes = sum(image.pixels.nbytes for image in images) * num_samples
@@ -127,20 +133,5 @@ def _open(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def _decoded(text: str, name: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise _fail(name, f"no base64 after 'base64,': {error}") from None
-
-
-def _no_url(url: str, name: str) -> ApiError:
-    return _fail(
-        name,
-        f"{url[:_SHOWN]!r} is no URL of an image that this server reads: send "
-        "data:image/png;base64,... or file:///...",
-    )
-
-
-def _fail(name: str, reason: str) -> ApiError:
-    return ApiError(f"{PARAM}: {name}: {reason}", PARAM)
+def _fail(name: str, reason: str, code: str | None = None) -> ApiError:
+    return ApiError(f"{PARAM}: {name}: {reason}", PARAM, code=code)

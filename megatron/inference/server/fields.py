@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,10 +21,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(MegatronError):
-    """An answer with ``status``; ``param`` names the field of the request to change.
-
-    ``is_last``: the connection ends after it.
-    """
+    """An answer with ``status``; ``param`` names the field of the request to change."""
 
     def __init__(
         self,
@@ -34,43 +30,16 @@ class ApiError(MegatronError):
         *,
         status: int = 400,
         code: str | None = None,
-        retry_after_s: int | None = None,
-        is_last: bool = False,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        # Names of fields come from the client and may have half of a surrogate pair, which no
-        # answer can be encoded with.
-        message = message.encode("utf-8", "backslashreplace").decode()
-        param = param and param.encode("utf-8", "backslashreplace").decode()
         super().__init__(message)
-        self.message = message
         self.param = param
         self.status = status
         self.code = code
-        self.retry_after_s = retry_after_s
-        self.is_last = is_last
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The JSON object of the answer."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {
-            "error": {
-                "message": self.message,
-                "type": _TYPES.get(self.status, kind),
-                "param": self.param,
-                "code": self.code,
-            },
-            "message": self.message,
-        }
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of the answer."""
-        if self.is_last:
-            return {"Connection": "close"}
-        if self.retry_after_s is not None:
-            return {"Retry-After": str(self.retry_after_s)}
-        return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        self.headers = headers
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        error = {"type": _TYPES.get(status, kind), "param": param, "code": code}
+        self.body = {"error": {"message": message, **error}, "message": message}
 
 
 def as_api_error(error: MegatronError) -> ApiError:
@@ -78,13 +47,11 @@ def as_api_error(error: MegatronError) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
-        return ApiError(str(error), status=429, code="queue_full", retry_after_s=1)
+        return ApiError(str(error), status=429, code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, RequestError):
         param = "response_format" if error.param == "grammar" else error.param
         return ApiError(str(error), param)
-    if isinstance(error, ConfigError):
-        return ApiError(str(error))
-    return ApiError(str(error), status=500)
+    return ApiError(str(error), status=400 if isinstance(error, ConfigError) else 500)
 
 
 Body: TypeAlias = Mapping[str, Any]
@@ -118,41 +85,34 @@ class Fields:
 
     def fail(self, name: str, reason: str) -> ApiError:
         """Return the error for a field whose value does not fit."""
-        shown = _shown(self._body.get(name))
-        return ApiError(f"{self.path(name)}: {shown} is invalid: {reason}", self.path(name))
+        path = self.path(name)
+        return ApiError(f"{path}: {self._body.get(name)!r:.80} is invalid: {reason}", path)
+
+    def _checked(self, name: str, default: T, fits: Callable[[Any], bool], wanted: str) -> T:
+        value: T | None = self.get(name)
+        if value is None:
+            return default
+        if not fits(value):
+            raise self.fail(name, f"give {wanted}")
+        return value
 
     def integer(self, name: str, default: T, low: int, high: int) -> int | T:
         """Read an integer from ``low`` to ``high``."""
-        value = self.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.fail(name, f"give an integer from {low} to {high}")
-        return value
+        wanted = f"an integer from {low} to {high}"
+        return self._checked(name, default, lambda v: type(v) is int and low <= v <= high, wanted)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         """Read a finite number from ``low`` to ``high``."""
-        value = self.get(name)
-        if value is None:
-            return default
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:  # false for NaN
-            raise self.fail(name, f"give a number from {low:g} to {high:g}")
-        return float(value)
+        wanted = f"a number from {low:g} to {high:g}"
+        return float(self._checked(name, default, lambda v: low <= as_number(v) <= high, wanted))
 
     def boolean(self, name: str, default: bool = False) -> bool:
         """Read true or false."""
-        value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.fail(name, "give true or false")
-        return value
+        return self._checked(name, default, lambda v: type(v) is bool, "true or false")
 
     def text(self, name: str, default: T) -> str | T:
         """Read a string."""
-        value = self.get(name)
-        return default if value is None else self.check_text(name, value)
+        return self._checked(name, default, lambda v: type(v) is str, "a string")
 
     def check_text(self, name: str, value: object) -> str:
         """Return ``value`` if it is a string."""
@@ -169,21 +129,16 @@ class Fields:
 
     def list_of(self, name: str, check: Callable[[str, object], T], most: int) -> list[T]:
         """Read a list of at most ``most`` items; empty if it is missing."""
-        value = self.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list) or len(value) > most:
-            raise self.fail(name, f"give a list of at most {most} items")
+        wanted = f"a list of at most {most} items"
+        value: list[Any] = self._checked(
+            name, [], lambda v: type(v) is list and len(v) <= most, wanted
+        )
         return [check(name, item) for item in value]
 
     def sub_object(self, name: str) -> Fields | None:
         """Read an object; its fields must be read too."""
-        value = self.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.fail(name, "give an object")
-        return Fields(value, self.path(name))
+        value = self._checked(name, None, lambda v: type(v) is dict, "an object")
+        return None if value is None else Fields(value, self.path(name))
 
     def token_ids(self, name: str, value: object, vocab_size: int, most: int) -> list[int]:
         """Return ``value`` if it is a list of at most ``most`` token ids.
@@ -199,16 +154,19 @@ class Fields:
             raise self.fail(name, f"token ids are integers from 0 to {vocab_size - 1}")
         return value
 
-    def without_effect(self, names: Iterable[str]) -> list[str]:
-        """Return the given fields among ``names``; they count as read."""
-        return [name for name in names if self.get(name) is not None]
-
-    def refuse_others(self) -> None:
-        """Raise ApiError for a field that was not read."""
+    def refuse_others(self, ignored: Iterable[str] = ()) -> None:
+        """Raise ApiError for a field that was not read, and is not one of those without effect."""
         for name in self._body:
-            if name not in self._read:
-                shown = self.path(name[:_SHOWN])
-                raise ApiError(f"{shown}: this server has no such field; leave it out", shown)
+            if name not in self._read and name not in ignored:
+                path = self.path(name[:_SHOWN])
+                raise ApiError(f"{path}: this server has no such field; leave it out", path)
+
+
+def as_number(value: Any) -> float:
+    """Return a number of JSON; NaN, which fits in no range, for other values."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    return math.nan
 
 
 def parse_json(data: bytes, name: str) -> Any:
@@ -227,8 +185,9 @@ def parse_json(data: bytes, name: str) -> Any:
             try:
                 json.dumps([field, value], ensure_ascii=False).encode()
             except UnicodeEncodeError:
+                shown = field[:_SHOWN].encode("utf-8", "backslashreplace").decode()
                 reason = "it has half of a surrogate pair, which is no character"
-                raise ApiError(f"{field[:_SHOWN]}: {reason}", field[:_SHOWN]) from None
+                raise ApiError(f"{shown}: {reason}", shown) from None
     return found
 
 
@@ -238,28 +197,20 @@ def _check_structure(data: bytes, name: str) -> None:
         return
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # each other quote begins or ends text
     codes = np.frombuffer(plain, np.uint8)
-    is_text = np.cumsum(codes == ord('"'), dtype=np.uint8) & 1
-    codes = codes[is_text == 0]
-    begins = (codes == ord("[")) | (codes == ord("{"))
-    ends = (codes == ord("]")) | (codes == ord("}"))
-    steps = begins.astype(np.int8) - ends.astype(np.int8)
-    if begins.any() and int(np.cumsum(steps, dtype=np.int32).max()) > _MAX_DEPTH:
-        raise ApiError(f"{name} is nested too deeply; at most {_MAX_DEPTH} levels are read")
-    if int(begins.sum()) > _MAX_CONTAINERS:
-        raise ApiError(f"{name} has more than {_MAX_CONTAINERS} objects and lists; send less")
-    if int((codes == ord(":")).sum()) > _MAX_NAMES:
-        raise ApiError(f"{name} has more than {_MAX_NAMES} fields; send less")
+    codes = codes[np.cumsum(codes == ord('"'), dtype=np.uint8) & 1 == 0]  # outside of texts
+    begins = np.isin(codes, (*b"[{",))
+    depth = np.cumsum(begins.astype(np.int8) - np.isin(codes, (*b"]}",)), dtype=np.int32)
+    for number, most, what in (
+        (depth.max(initial=0), _MAX_DEPTH, "levels of nesting"),
+        (begins.sum(), _MAX_CONTAINERS, "objects and lists"),
+        ((codes == ord(":")).sum(), _MAX_NAMES, "fields"),
+    ):
+        if number > most:
+            raise ApiError(f"{name} has more than {most} {what}; send less")
 
 
 def _refuse_constant(word: str) -> float:
     raise ValueError(f"{word} is no JSON number")
-
-
-def _shown(value: object) -> str:
-    """Return the beginning of a value's repr, which never needs all of a long value."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = _SHOWN
-    return short.repr(value)
 
 
 def log_prob_of(value: float) -> float:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import signal
 import socket
 import time
@@ -39,7 +38,6 @@ _UvicornServer: Any = uvicorn.Server
 
 _LOG = logging.getLogger(__name__)
 _LAST_ANSWERS_S = 4  # for answers that are being sent when the server ends
-_PATIENCE_S = 30.0  # with an engine that has requests, for an answer between two steps
 
 
 @dataclass(frozen=True)
@@ -134,35 +132,11 @@ async def _follow_engine(
     elif isinstance(model.tokenizer, SFTTokenizer) and options.chat_template is None:
         source = model.tokenizer.chat.source
     template = None if source is None else ChatTemplate(source, tokens)
-    front_end.service = Service(client, model, Metrics(), template, image_files=files)
-    front_end.service.max_api_tokens = options.max_api_tokens
+    front_end.service = Service(client, model, Metrics(), template, files, options.max_api_tokens)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {info.model} on http://{shown}:{port}", flush=True)
-    watch = asyncio.ensure_future(watch_engine(client, _PATIENCE_S))
-    try:
-        return await client.read_until_the_end()
-    finally:
-        watch.cancel()
-
-
-async def watch_engine(client: EngineClient, patience_s: float) -> None:
-    """Log when the engine does not answer although it has requests; ends with the engine."""
-    while client.failure is None:
-        await asyncio.sleep(patience_s)
-        if not client.calls:
-            continue
-        try:
-            await client.ask("ping", patience_s)
-        except TimeoutError:
-            _LOG.error(
-                "rank 0 (process %d), which holds the engine, has not answered for %g s: it is "
-                "stopped, computes a long step, or waits for another rank",
-                os.getppid(),
-                patience_s,
-            )
-        except EngineDied:
-            return
+    return await client.read_until_the_end()
 
 
 async def _drained(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from megatron.core.config.errors import MegatronError
 from megatron.core.inference.paged_engine.request import (
@@ -19,12 +17,13 @@ from megatron.core.inference.paged_engine.request import (
     PromptImage,
     Request,
     RequestError,
+    RequestOutput,
     TokenOutput,
     text_of,
 )
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server.chat_images import ImageFiles
-from megatron.inference.server.engine_link import Call, EngineClient
+from megatron.inference.server.engine_link import Call, EngineClient, request_to_json
 from megatron.inference.server.fields import ApiError, Fields, as_api_error
 from megatron.inference.server.http import DONE, EventStream, event, until_disconnect
 from megatron.inference.server.metrics import Metrics, RequestTimer
@@ -33,17 +32,9 @@ from megatron.inference.server.workers import ChatTemplate
 from megatron.inference.text import PlacedToken, SampleText, TextDelta, TextRules
 
 T = TypeVar("T")
+Objects: TypeAlias = list[dict[str, Any]]  # of a stream
 
 SEED_LIMIT = 2**63
-# Fields of OpenAI's API that concern its accounts and hosts: accepted, without effect.
-WITHOUT_EFFECT = (
-    "metadata",
-    "prompt_cache_key",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-)
 MAX_VALUES = 300_000  # of one answer, see `GenerationRequest.num_values`; some 10 MB of JSON
 MAX_PROMPT_TOKENS = 1 << 24  # of all samples of a request: the engine keeps each one's prompt
 _LONG_ANSWER = 1000  # values; a longer answer is written in a thread
@@ -105,14 +96,26 @@ class Sample:
     beams: tuple[Beam, ...] = ()  # of a beam search, best first
 
     @property
-    def num_tokens(self) -> int:
-        """Number of generated tokens, a stop string included."""
-        return self.state.num_tokens
-
-    @property
     def mean_log_prob(self) -> float:
         """Mean log-probability of its tokens."""
         return self.sum_log_prob / max(self.num_scored, 1)
+
+    def add(self, output: RequestOutput, *, keeps_tokens: bool) -> TextDelta:
+        """Add an output; return what is new."""
+        self.timer.received(len(output.new))
+        self.num_cached = max(self.num_cached, output.num_cached_prompt_tokens)
+        self.weight_version = output.weight_version
+        self.prompt_scores += output.prompt_scores
+        self.beams = output.beams
+        delta = self.state.add(output)
+        self.text += delta.text
+        if keeps_tokens:
+            self.tokens += delta.tokens
+        self.num_scored += len(delta.tokens)
+        self.sum_log_prob += sum(placed.output.log_prob for placed in delta.tokens)
+        self.finish_reason = delta.finish_reason
+        self.stopped_by = delta.stopped_by
+        return delta
 
 
 class Generation:
@@ -121,12 +124,12 @@ class Generation:
     def __init__(
         self, client: EngineClient, model: Model, metrics: Metrics, wanted: GenerationRequest
     ) -> None:
-        self.id = uuid.uuid4().hex
+        """Raise ApiError for a request that is too long."""
+        self._client = client
         self._metrics = metrics
         self._keeps_tokens = wanted.keeps_tokens
-        self.samples: dict[str, Sample] = {}
         for prompt in wanted.prompts:
-            check_length(prompt, wanted.params, model)
+            _check_length(prompt, wanted.params, model)
         num_tokens = wanted.num_samples * sum(map(len, wanted.prompts))
         if num_tokens > MAX_PROMPT_TOKENS:
             raise ApiError(
@@ -141,69 +144,68 @@ class Generation:
                 "log-probabilities",
                 "logprobs",
             )
-        requests = []
-        counter = itertools.count()
-        for prompt in wanted.prompts:
-            for number in range(wanted.num_samples):
-                index = next(counter)
-                request = _request(f"{self.id}-{index}", prompt, wanted, number, model)
-                if number > 0:  # the samples of a prompt share its pages
-                    request.fork_of = f"{self.id}-{index - number}"
-                state = SampleText(model.decode, wanted.rules, text_of(request.prompt))
-                self.samples[request.request_id] = Sample(
-                    self.id, index, prompt, state, metrics.timer()
-                )
-                requests.append(request)
-        self._call = Call(client, requests)
+        self._call = Call()
+        generation_id = uuid.uuid4().hex
+        self._requests = {
+            f"{generation_id}-{at}-{number}": _request(generation_id, at, number, wanted, model)
+            for at in range(len(wanted.prompts))
+            for number in range(wanted.num_samples)
+        }
+        self.samples = {
+            request_id: Sample(
+                generation_id,
+                index,
+                wanted.prompts[index // wanted.num_samples],
+                SampleText(model.decode, wanted.rules, text_of(request.prompt)),
+                metrics.timer(),
+            )
+            for index, (request_id, request) in enumerate(self._requests.items())
+        }
+        self._open = dict(self.samples)
 
     async def start(self) -> None:
         """Return when the engine has accepted all requests; raises otherwise."""
-        try:
-            await self._call.start()
-        except BaseException:
-            self.close()
-            raise
-        self._metrics.started(len(sample.prompt) for sample in self.samples.values())
+        for request_id, request in self._requests.items():
+            self._client.calls[request_id] = self._call
+            self._client.send("add", request=request_to_json(request))
+            await self._client.flush()
+        for _ in self._requests:
+            if (error := await self._call.answers.get()) is not None:
+                raise error
+        self._metrics.started(sum(len(sample.prompt) for sample in self.samples.values()))
 
     async def deltas(self) -> AsyncIterator[tuple[Sample, TextDelta]]:
         """Yield new text and tokens, sample by sample, until all have finished."""
-        async for output in self._call.outputs():
+        while self._open:
+            output = await self._call.outputs.get()
+            if isinstance(output, MegatronError):
+                raise output
+            sample = self._open.get(output.request_id)
+            if sample is None:
+                continue  # a stop string has ended it
+            if output.error_param is not None:
+                raise RequestError(output.error, output.error_param)
             if output.finish_reason == "error":
-                if output.error_param is not None:
-                    raise RequestError(output.error, output.error_param)
-                raise ApiError(output.error or "the engine failed", status=500)
-            sample = self.samples[output.request_id]
-            sample.timer.received(len(output.new))
-            sample.num_cached = max(sample.num_cached, output.num_cached_prompt_tokens)
-            sample.weight_version = output.weight_version
-            sample.prompt_scores += output.prompt_scores
-            sample.beams = output.beams
-            delta = sample.state.add(output)
-            sample.text += delta.text
-            if self._keeps_tokens:
-                sample.tokens += delta.tokens
-            sample.num_scored += len(delta.tokens)
-            for placed in delta.tokens:
-                sample.sum_log_prob += placed.output.log_prob
-            sample.finish_reason = delta.finish_reason
-            sample.stopped_by = delta.stopped_by
+                raise ApiError(output.error, status=500)
+            delta = sample.add(output, keeps_tokens=self._keeps_tokens)
             if delta.finish_reason is not None:
-                self._call.finish(output.request_id)
-                sample.timer.finished(delta.finish_reason)
+                is_done = output.finish_reason is not None
+                self._end(output.request_id, delta.finish_reason, is_done=is_done)
             yield sample, delta
-
-    async def finish(self) -> list[Sample]:
-        """Return all samples when they have finished."""
-        async for _ in self.deltas():
-            pass
-        return list(self.samples.values())
+            # Without a pause for each output, a client that has left is not noticed.
+            await asyncio.sleep(0)
 
     def close(self) -> None:
         """Abort the samples that have not finished."""
-        for sample in self.samples.values():
-            if sample.finish_reason is None:
-                sample.timer.finished("abort")
-        self._call.close()
+        for request_id in tuple(self._open):
+            self._end(request_id, "abort")
+
+    def _end(self, request_id: str, reason: FinishReason, *, is_done: bool = False) -> None:
+        """Forget a sample; abort it if the engine is not done with it."""
+        self._open.pop(request_id).timer.finished(reason)
+        is_known = self._client.calls.pop(request_id, None) is not None
+        if is_known and not is_done and self._client.failure is None:
+            self._client.send("abort", id=request_id)
 
 
 async def write(num_values: int, function: Callable[[], T]) -> T:
@@ -211,7 +213,7 @@ async def write(num_values: int, function: Callable[[], T]) -> T:
     return await asyncio.to_thread(function) if num_values > _LONG_ANSWER else function()
 
 
-def check_length(prompt: Sequence[int], params: SamplingParams, model: Model) -> None:
+def _check_length(prompt: Sequence[int], params: SamplingParams, model: Model) -> None:
     """Raise ApiError if the model has too few positions."""
     longest = model.info.max_sequence_length
     num_tokens = params.num_tokens_to_generate
@@ -222,7 +224,7 @@ def check_length(prompt: Sequence[int], params: SamplingParams, model: Model) ->
             "prompt",
         )
     num_positions = num_tokens + (0 if model.info.decoder_start is not None else len(prompt))
-    if num_positions > longest or len(prompt) > longest:
+    if max(num_positions, len(prompt)) > longest:
         raise ApiError(
             f"This model's maximum context length is {longest} tokens; the prompt has "
             f"{len(prompt)} and {num_tokens} are to be generated: shorten the prompt or reduce "
@@ -232,37 +234,25 @@ def check_length(prompt: Sequence[int], params: SamplingParams, model: Model) ->
         )
 
 
-def usage_of(samples: Sequence[Sample], num_per_prompt: int) -> dict[str, object]:
-    """Return OpenAI's ``usage``: a prompt counts once for all its samples."""
-    num_prompt = sum(len(sample.prompt) for sample in samples[::num_per_prompt])
-    num_new = sum(sample.num_tokens for sample in samples)
-    cached = sum(sample.num_cached for sample in samples[::num_per_prompt])
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
 def _request(
-    request_id: str, prompt: list[int], wanted: GenerationRequest, number: int, model: Model
+    generation_id: str, at: int, number: int, wanted: GenerationRequest, model: Model
 ) -> Request:
+    """Return the request for sample ``number`` of prompt ``at``."""
     params = wanted.params
-    if params.seed is not None and number:  # each sample has its own seed
+    if params.seed is not None:  # each sample has its own
         params = replace(params, seed=(params.seed + number) % SEED_LIMIT)
+    prompt = list(wanted.prompts[at])
     start = model.info.decoder_start
-    ids, source = (list(prompt), []) if start is None else ([start], list(prompt))
-    request = Request(request_id, ids, params, source=source, images=wanted.images)
-    request.grammar = wanted.grammar
-    request.beam = wanted.beam
-    return request
-
-
-_LOG = logging.getLogger(__name__)
-
-# Sample and its new text -> the objects to send.
-ToEvents = Callable[[Sample, TextDelta], list[dict[str, Any]]]
+    return Request(
+        f"{generation_id}-{at}-{number}",
+        prompt if start is None else [start],
+        params,
+        source=[] if start is None else prompt,
+        images=wanted.images,
+        grammar=wanted.grammar,
+        fork_of=f"{generation_id}-{at}-0" if number else None,  # whose pages it shares
+        beam=wanted.beam,
+    )
 
 
 @dataclass(eq=False)
@@ -272,10 +262,9 @@ class Service:
     client: EngineClient
     model: Model
     metrics: Metrics
-    template: ChatTemplate | None = None
-    image_files: ImageFiles = field(default_factory=lambda: ImageFiles(None))
-    max_api_tokens: int = 12000
-    announced: set[str] = field(default_factory=set)
+    template: ChatTemplate | None
+    image_files: ImageFiles
+    max_api_tokens: int
 
     def close(self) -> None:
         """End the processes that work on requests."""
@@ -283,17 +272,15 @@ class Service:
         if self.template is not None:
             self.template.close()
 
-    def generation(self, wanted: GenerationRequest) -> Generation:
-        """Return a generation that is not started yet.  Raises ApiError for a prompt too long."""
-        return Generation(self.client, self.model, self.metrics, wanted)
-
     async def samples(self, wanted: GenerationRequest, request: Any) -> list[Sample]:
         """Generate all samples.  Raises ClientGone if the client leaves before."""
-        generation = self.generation(wanted)
+        generation = Generation(self.client, self.model, self.metrics, wanted)
 
         async def work() -> list[Sample]:
             await generation.start()
-            return await generation.finish()
+            async for _ in generation.deltas():
+                pass
+            return list(generation.samples.values())
 
         try:
             return await until_disconnect(request.receive, work())
@@ -302,50 +289,41 @@ class Service:
 
     async def stream(
         self,
-        generation: Generation,
+        wanted: GenerationRequest,
         request: Any,
-        to_events: ToEvents,
-        last: Callable[[list[Sample]], list[dict[str, Any]]],
+        to_events: Callable[[Sample, TextDelta], Objects],
+        last: Callable[[list[Sample]], Objects],
     ) -> EventStream:
-        """Answer with events; ``last`` gives the objects after the last sample."""
-        await until_disconnect(request.receive, generation.start())
-        return EventStream(_events(generation, to_events, last), generation.close)
+        """Answer with events: the objects for new text, and those after the last sample."""
+        generation = Generation(self.client, self.model, self.metrics, wanted)
+
+        async def events() -> AsyncIterator[str]:
+            try:
+                async for sample, delta in generation.deltas():
+                    # The first event may have the scores of a long prompt.
+                    of_delta = partial(to_events, sample, delta)
+                    for found in await write(len(sample.prompt_scores), of_delta):
+                        yield event(found)
+                for found in last(list(generation.samples.values())):
+                    yield event(found)
+            except MegatronError as error:
+                yield event(as_api_error(error).body)
+            yield DONE
+
+        try:
+            await until_disconnect(request.receive, generation.start())
+        except BaseException:
+            generation.close()
+            raise
+        return EventStream(events(), generation.close)
 
     def check_model(self, fields: Fields) -> None:
         """Raise ApiError (404) if the request names another model than the served one."""
         name = fields.text("model", None)
-        if name is not None and name != self.model.info.model:
+        if name not in (None, self.model.info.model):
             raise ApiError(
-                f"model: {name[:80]!r} is not served here; the model is {self.model.info.model!r}",
+                f"model: {name!r:.80} is not served here; the model is {self.model.info.model!r}",
                 "model",
                 status=404,
                 code="model_not_found",
             )
-
-    def finish_reading(self, fields: Fields) -> None:
-        """Refuse unknown fields, and announce once each field without effect."""
-        for name in fields.without_effect(WITHOUT_EFFECT):
-            if name not in self.announced:
-                self.announced.add(name)
-                _LOG.warning("a client sends %s, which has no effect on this server", name)
-        fields.refuse_others()
-
-
-async def _events(
-    generation: Generation,
-    to_events: ToEvents,
-    last: Callable[[list[Sample]], list[dict[str, Any]]],
-) -> AsyncIterator[str]:
-    begun: set[int] = set()
-    try:
-        async for sample, delta in generation.deltas():
-            # The first event may have the scores of a long prompt.
-            num_values = 0 if sample.index in begun else len(sample.prompt_scores)
-            begun.add(sample.index)
-            for found in await write(num_values, partial(to_events, sample, delta)):
-                yield event(found)
-        for found in last(list(generation.samples.values())):
-            yield event(found)
-    except MegatronError as error:
-        yield event(as_api_error(error).body)
-    yield DONE

@@ -14,7 +14,7 @@ import ipaddress
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from megatron.core.optional import require
 from megatron.inference.server.fields import ApiError, Body, parse_json
@@ -23,6 +23,7 @@ responses = require("starlette.responses", "the server")
 
 T = TypeVar("T")
 _Streaming: Any = responses.StreamingResponse
+json_answer: Any = responses.JSONResponse
 
 _BODY_TIMEOUT_S = 30.0  # for all of a body
 _BODY_TYPES = ("", "application/json", "application/x-www-form-urlencoded")  # last: curl -d
@@ -59,23 +60,20 @@ def _is_same_origin(request: Any) -> bool:
 
 
 async def _read_body(request: Any, max_bytes: int) -> bytes:
-    length = request.headers.get("content-length", "")
-    parts: list[bytes] = []
-    num_bytes = int(length) if length.isdecimal() else 0
     too_long = ApiError(f"the body has more than {max_bytes} bytes", status=413)
-    if num_bytes > max_bytes:
+    if int(request.headers.get("content-length", 0)) > max_bytes:
         raise too_long
-    num_bytes = 0
-    while True:
+    data = bytearray()
+    has_more = True
+    while has_more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        parts.append(message.get("body", b""))
-        num_bytes += len(parts[-1])
-        if num_bytes > max_bytes:
+        data += message.get("body", b"")
+        has_more = message.get("more_body", False)
+        if len(data) > max_bytes:
             raise too_long
-        if not message.get("more_body", False):
-            return b"".join(parts)
+    return bytes(data)
 
 
 def check_framing(request: Any) -> None:
@@ -84,7 +82,8 @@ def check_framing(request: Any) -> None:
     A proxy that believes the other one takes the rest of the body for another client's request.
     """
     if "transfer-encoding" in request.headers and "content-length" in request.headers:
-        raise ApiError("send Transfer-Encoding or Content-Length, not both", is_last=True)
+        text = "send Transfer-Encoding or Content-Length, not both"
+        raise ApiError(text, headers={"Connection": "close"})
 
 
 def check_site(request: Any, own_name: str) -> None:
@@ -123,6 +122,7 @@ def check_key(authorization: str, keys: Sequence[str]) -> None:
             "send 'Authorization: Bearer KEY' with a key of this server",
             status=401,
             code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
         )
 
 
@@ -139,9 +139,8 @@ async def until_disconnect(receive: Any, work: Awaitable[T]) -> T:
             raise ClientGone
         return task.result()
     finally:
-        for future in (task, watch):
-            if not future.done():
-                future.cancel()
+        task.cancel()
+        watch.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
@@ -167,11 +166,6 @@ class EventStream(_Streaming):  # type: ignore[misc]
             self._close()
 
 
-def json_answer(content: object, status: int = 200) -> Any:
-    """Return a JSON answer."""
-    return responses.JSONResponse(content, status)
-
-
 def event(data: object) -> str:
     """Return one server-sent event."""
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
@@ -190,13 +184,6 @@ _SMALL_PART = 64  # bytes
 _MAX_HEADER_BYTES = 1 << 16
 
 
-class _State(NamedTuple):
-    """The event that a connection waits for; while nothing happens the state stays equal."""
-
-    request: Any  # the last one whose headers are complete, as uvicorn's object
-    num_unread: int  # bytes that the client has not taken; 0: it owes us headers
-
-
 class IdleConnections:
     """Notes since when the state of each connection has not changed.
 
@@ -209,7 +196,8 @@ class IdleConnections:
     ) -> None:
         self._limits_s = (header_limit_s, unread_limit_s)
         self._clock = clock
-        self._since: dict[Any, tuple[_State, float]] = {}  # by uvicorn's protocol object
+        # By uvicorn's object of a connection: its state, and since when it has this state.
+        self._since: dict[Any, tuple[tuple[Any, int], float]] = {}
 
     async def end_for_ever(self, connections: Iterable[Any]) -> None:
         """Call `end` regularly until the task is cancelled; ``connections`` is uvicorn's."""
@@ -223,24 +211,17 @@ class IdleConnections:
         before = self._since
         self._since = {}
         for connection in tuple(connections):
-            state = _state_of(connection)
-            if state is None:
-                continue
-            old, since_s = before.get(connection, (None, now_s))
+            cycle = connection.cycle  # of the last request whose headers are complete
+            num_unread = connection.transport.get_write_buffer_size()
+            if num_unread == 0 and cycle is not None and not cycle.response_complete:
+                continue  # the server works for it
+            state = (cycle, num_unread)  # equal while nothing happens
+            old, since_s = before.get(connection, (state, now_s))
             since_s = since_s if old == state else now_s
-            if now_s - since_s > self._limits_s[state.num_unread > 0]:
+            if now_s - since_s > self._limits_s[num_unread > 0]:
                 connection.transport.abort()  # the application sees a client that has left
             else:
                 self._since[connection] = (state, since_s)
-
-
-def _state_of(connection: Any) -> _State | None:
-    """Return the state of a connection; None while the server works for it."""
-    num_unread = connection.transport.get_write_buffer_size()
-    cycle = connection.cycle
-    if num_unread == 0 and cycle is not None and not cycle.response_complete:
-        return None
-    return _State(cycle, num_unread)
 
 
 class _Connection(_H11Connection):  # type: ignore[misc]

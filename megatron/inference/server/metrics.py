@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron.core.optional import require
@@ -15,25 +16,24 @@ _GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.
 class Metrics:
     """Counters and histograms of requests; gauges of the engine's `stats`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self._library: Any = require("prometheus_client", "the server")
-        self.clock = clock
         self._registry = self._library.CollectorRegistry()
         count = self._library.Counter
-        timing = self._library.Histogram
+        timing = partial(self._make, self._library.Histogram)
         self._requests = self._make(count, "requests", "Finished samples", ["finish_reason"])
         self._answers = self._make(count, "http_responses", "HTTP answers", ["path", "status"])
         self._prompt = self._make(count, "prompt_tokens", "Tokens of prompts")
         self.generated = self._make(count, "generation_tokens", "Generated tokens")
         self._open = self._make(self._library.Gauge, "open_samples", "Samples in progress")
-        self.first_token_s = self._make(
-            timing, "time_to_first_token_seconds", "Until the first token", buckets=_BUCKETS_S
+        self.first_token_s = timing(
+            "time_to_first_token_seconds", "Until the first token", buckets=_BUCKETS_S
         )
-        self.gap_s = self._make(
-            timing, "time_per_output_token_seconds", "Between tokens", buckets=_GAP_BUCKETS_S
+        self.gap_s = timing(
+            "time_per_output_token_seconds", "Between tokens", buckets=_GAP_BUCKETS_S
         )
-        self.total_s = self._make(
-            timing, "request_duration_seconds", "Until the last token", buckets=_BUCKETS_S
+        self.total_s = timing(
+            "request_duration_seconds", "Until the last token", buckets=_BUCKETS_S
         )
         self._engine: dict[str, Any] = {}
 
@@ -41,9 +41,9 @@ class Metrics:
         """Count an HTTP answer; ``path``: of a route."""
         self._answers.labels(path, str(status)).inc()
 
-    def started(self, num_prompt_tokens: Iterable[int]) -> None:
-        """Count samples that the engine has accepted."""
-        self._prompt.inc(sum(num_prompt_tokens))
+    def started(self, num_prompt_tokens: int) -> None:
+        """Count the prompts of samples that the engine has accepted."""
+        self._prompt.inc(num_prompt_tokens)
 
     def timer(self) -> RequestTimer:
         """Return the timer of one sample."""
@@ -56,7 +56,7 @@ class Metrics:
         self._requests.labels(reason).inc()
 
     def text(self, engine: Mapping[str, Any]) -> bytes:
-        """Return all metrics; ``engine`` are the values of its stats."""
+        """Return all metrics; numbers of ``engine`` are the values of its stats."""
         for name, value in engine.items():
             if isinstance(value, int | float):
                 if name not in self._engine:
@@ -78,15 +78,14 @@ class RequestTimer:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._started_s = metrics.clock()
+        self._started_s = time.monotonic()
         self._last_s: float | None = None
-        self._has_ended = False
 
     def received(self, num_tokens: int) -> None:
         """Note that tokens have arrived."""
         if num_tokens == 0:
             return
-        now_s = self._metrics.clock()
+        now_s = time.monotonic()
         if self._last_s is None:
             self._metrics.first_token_s.observe(now_s - self._started_s)
         else:
@@ -96,8 +95,6 @@ class RequestTimer:
         self._metrics.generated.inc(num_tokens)
 
     def finished(self, reason: str) -> None:
-        """Note the end; only the first one counts."""
-        if not self._has_ended:
-            self._has_ended = True
-            self._metrics.total_s.observe(self._metrics.clock() - self._started_s)
-            self._metrics.ended(reason)
+        """Note the end."""
+        self._metrics.total_s.observe(time.monotonic() - self._started_s)
+        self._metrics.ended(reason)

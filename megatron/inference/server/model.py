@@ -130,10 +130,9 @@ class Model:
         token = self.tokenizer.id_of(role)
         text = None if token is None else self.tokenizer.inv_vocab.get(token)
         try:
-            is_read = text is not None and self.tokenizer.tokenize_plain(text) == [token]
-        except (ValueError, KeyError):  # NullTokenizer reads numbers only
+            return text if text and self.tokenizer.tokenize_plain(text) == [token] else None
+        except READ_ERRORS:  # NullTokenizer reads numbers only
             return None
-        return text if is_read else None
 
     def turns(self, messages: list[dict[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return messages for a chat template, with the additions of the prompt format.
@@ -159,5 +158,4 @@ class Model:
     def with_one_bos(self, ids: Sequence[int]) -> list[int]:
         """Return ``ids`` without a BOS of the tokenizer before the BOS of a chat template."""
         bos = self.tokenizer.id_of("bos")
-        has_two = bos is not None and list(ids[:2]) == [bos, bos]
-        return list(ids[1:] if has_two else ids)
+        return list(ids[1:] if bos is not None and list(ids[:2]) == [bos, bos] else ids)

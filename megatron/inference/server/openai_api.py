@@ -1,25 +1,23 @@
-"""POST /v1/completions and /v1/chat/completions: OpenAI's fields, and vLLM's extensions to them.
-
-Both read a request (`read_completion`, `read_chat`) and answer in the same way: complete, or as a
-stream of chunks (`answer`).
-"""
+"""POST /v1/completions and /v1/chat/completions: OpenAI's fields, and vLLM's extensions to them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from itertools import zip_longest
+from typing import Any, TypeAlias
 
 from megatron.core.inference.paged_engine.request import PromptImage, TokenOutput
 from megatron.inference.server.chat_images import prompt_of
 from megatron.inference.server.fields import ApiError, Body, Fields, log_prob_of
 from megatron.inference.server.generation import (
     GenerationRequest,
+    Objects,
     Sample,
     Service,
-    usage_of,
     write,
 )
 from megatron.inference.server.http import json_answer
@@ -28,7 +26,6 @@ from megatron.inference.server.openai_fields import (
     MAX_LOG_PROBS,
     MAX_SAMPLES,
     ToolCallParser,
-    Tools,
     call_object,
     grammar_of_tools,
     read_call,
@@ -36,34 +33,60 @@ from megatron.inference.server.openai_fields import (
     read_params,
     read_response_format,
     read_rules,
-    read_stream,
     read_tools,
-    with_log_probs,
 )
 from megatron.inference.text import Detokenizer, PlacedToken, TextDelta
 
 MAX_PROMPTS = 2048
 MAX_ECHO = 10 << 20  # characters of prompts in one answer
-_DEFAULT_TOKENS = 16
 _BROKEN = "\ufffd"
+# Fields of OpenAI's API that concern its accounts and hosts.
+WITHOUT_EFFECT = (
+    "metadata",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+# Token, its score if it has one, and the number of characters before it.
+Entry: TypeAlias = tuple[int, TokenOutput | None, int]
 
 
-@dataclass(frozen=True, kw_only=True)
 class _OpenAIRequest:
     """A request whose fields have been checked, and the state of its stream."""
 
-    id_prefix: ClassVar[str]
-    kinds: ClassVar[tuple[str, str]]  # of a complete answer, and of a chunk
-    model: Model
+    id_prefix: str
+    kinds: tuple[str, str]  # of a complete answer, and of a chunk
     generation: GenerationRequest
-    num_returned: int  # samples of each prompt
     num_log_probs: int | None  # likely tokens of each token; None: no log-probabilities
-    is_stream: bool
-    has_usage: bool
+
+    def __init__(self, service: Service, body: Body) -> None:
+        """Read the fields that all requests have.  Raises ApiError."""
+        self.service = service
+        self.model = service.model
+        self.fields = fields = Fields(body)
+        service.check_model(fields)
+        self.is_plain = not fields.boolean("add_special_tokens", True)
+        self.num_returned = fields.integer("n", 1, 1, MAX_SAMPLES)  # samples of each prompt
+        self.is_stream = fields.boolean("stream")
+        self.has_usage = False  # in the last event of a stream
+        options = fields.sub_object("stream_options")
+        if options is not None:
+            if not self.is_stream:
+                raise ApiError("stream_options: only with stream: true", "stream_options")
+            self.has_usage = options.boolean("include_usage")
+            options.refuse_others()
+
+    async def read(self) -> None:
+        """Read the other fields, and set ``generation``.  Raises ApiError."""
+        raise NotImplementedError
 
     def choice(self, sample: Sample) -> dict[str, Any]:
         """Return the choice of a complete sample."""
-        raise NotImplementedError
+        tokens = tuple(sample.tokens)
+        delta = TextDelta(sample.text, tokens, sample.finish_reason, sample.stopped_by)
+        return self.chunks(sample, delta)[0]
 
     def chunks(self, sample: Sample, delta: TextDelta) -> list[dict[str, Any]]:
         """Return the choices to send when a stream has ``delta``."""
@@ -78,15 +101,23 @@ class _OpenAIRequest:
         ordered = [sorted(group, key=lambda s: -s.mean_log_prob) for group in groups]
         return [sample for group in ordered for sample in group[: self.num_returned]]
 
+    def usage(self, samples: list[Sample]) -> dict[str, object]:
+        """Return OpenAI's ``usage``: a prompt counts once for all its samples."""
+        prompts = samples[:: self.num_returned]
+        num_prompt = sum(len(sample.prompt) for sample in prompts)
+        num_new = sum(sample.state.num_tokens for sample in samples)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": sum(s.num_cached for s in prompts)},
+        }
 
-async def answer(
-    read: Callable[[Service, Body], Awaitable[_OpenAIRequest]],
-    service: Service,
-    request: Any,
-    body: Body,
-) -> Any:
-    """Answer the request that ``read`` returns with one object, or with a stream of them."""
-    asked = await read(service, body)
+
+async def answer(kind: type[_OpenAIRequest], service: Service, request: Any, body: Body) -> Any:
+    """Answer a request with one object, or with a stream of them."""
+    asked = kind(service, body)
+    await asked.read()
     started_at = int(time.time())
 
     def object_of(number: str, choices: list[dict[str, Any]], **more: object) -> dict[str, Any]:
@@ -99,74 +130,98 @@ async def answer(
             **more,
         }
 
-    if not asked.is_stream:
-        samples = asked.best(await service.samples(asked.generation, request))
+    def to_events(sample: Sample, delta: TextDelta) -> Objects:
+        return [object_of(sample.generation_id, [found]) for found in asked.chunks(sample, delta)]
 
-        def written() -> Any:
-            choices = [{**asked.choice(s), "index": i} for i, s in enumerate(samples)]
-            usage = usage_of(samples, asked.num_returned)
-            return json_answer(object_of(samples[0].generation_id, choices, usage=usage))
+    def last(samples: list[Sample]) -> Objects:
+        usage = asked.usage(samples)
+        return [object_of(samples[0].generation_id, [], usage=usage)] if asked.has_usage else []
 
-        return await write(asked.generation.num_values, written)
-    generation = service.generation(asked.generation)
+    def written() -> Any:
+        choices = [{**asked.choice(s), "index": i} for i, s in enumerate(samples)]
+        usage = asked.usage(samples)
+        return json_answer(object_of(samples[0].generation_id, choices, usage=usage))
 
-    def to_events(sample: Sample, delta: TextDelta) -> list[dict[str, Any]]:
-        return [object_of(generation.id, [choice]) for choice in asked.chunks(sample, delta)]
-
-    def last(samples: list[Sample]) -> list[dict[str, Any]]:
-        usage = usage_of(samples, asked.num_returned)
-        return [object_of(generation.id, [], usage=usage)] if asked.has_usage else []
-
-    return await service.stream(generation, request, to_events, last)
+    if asked.is_stream:
+        return await service.stream(asked.generation, request, to_events, last)
+    samples = asked.best(await service.samples(asked.generation, request))
+    return await write(asked.generation.num_values, written)
 
 
-# ---- completions -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
 class CompletionRequest(_OpenAIRequest):
-    """A request of /v1/completions.  ``texts``: of the prompts, for ``has_echo``."""
+    """A request of /v1/completions."""
 
     id_prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
-    texts: list[str]
-    num_prompt_log_probs: int | None
-    has_echo: bool
-    begun: set[int] = field(default_factory=set)  # samples whose prompt a stream has sent
 
-    def choice(self, sample: Sample) -> dict[str, Any]:
-        """Return the choice of a complete sample."""
-        tokens = tuple(sample.tokens)
-        delta = TextDelta(sample.text, tokens, sample.finish_reason, sample.stopped_by)
-        return self._choice(sample, delta, is_first=True)
+    async def read(self) -> None:
+        """Read the other fields, and set ``generation``.  Raises ApiError."""
+        fields = self.fields
+        model = self.model
+        self.begun: set[int] = set()  # samples whose prompt has been sent
+        self.has_echo = fields.boolean("echo")
+        prompts, self.texts = await read_prompts(
+            fields, model, has_texts=self.has_echo, is_plain=self.is_plain
+        )
+        self.num_log_probs = fields.integer("logprobs", None, 0, MAX_LOG_PROBS)
+        self.num_prompt_log_probs = fields.integer("prompt_logprobs", None, 0, MAX_LOG_PROBS)
+        of_prompt = self.num_prompt_log_probs
+        least = 0 if self.has_echo or of_prompt is not None else 1
+        num_tokens = fields.integer("max_tokens", 16, least, model.info.max_sequence_length)
+        if self.has_echo and of_prompt is None:
+            of_prompt = self.num_log_probs
+        params = read_params(fields, model, num_tokens, self.num_log_probs, of_prompt)
+        rules = read_rules(fields, model, params)
+        best_of = fields.integer("best_of", self.num_returned, self.num_returned, MAX_SAMPLES)
+        if self.is_stream and best_of > self.num_returned:
+            raise ApiError("best_of: cannot be streamed; leave it out or stream", "best_of")
+        if fields.get("suffix"):
+            raise ApiError("suffix: the model only continues a text; leave it out", "suffix")
+        if len(prompts) * best_of > MAX_PROMPTS:
+            raise ApiError(f"n: {MAX_PROMPTS} samples at most, over all prompts", "n")
+        num_echoed = best_of * sum(map(len, self.texts))
+        if num_echoed > MAX_ECHO:
+            raise ApiError(
+                f"echo: the answer would repeat {num_echoed} characters of prompts, at most "
+                f"{MAX_ECHO}: reduce the prompts or n",
+                "echo",
+            )
+        fields.refuse_others(WITHOUT_EFFECT)
+        keeps = self.num_log_probs is not None and not self.is_stream
+        self.generation = GenerationRequest(prompts, params, rules, best_of, keeps_tokens=keeps)
 
     def chunks(self, sample: Sample, delta: TextDelta) -> list[dict[str, Any]]:
-        """Return the choice for ``delta``, or none if it has nothing to send."""
-        choice = self._choice(sample, delta, is_first=sample.index not in self.begun)
-        self.begun.add(sample.index)
-        has_news = delta.text or delta.finish_reason or choice["text"] or choice["logprobs"]
-        return [choice] if has_news else []
-
-    def _choice(self, sample: Sample, delta: TextDelta, *, is_first: bool) -> dict[str, Any]:
         """Return the choice for ``delta``; the prompt comes with the first one of a sample."""
+        is_first = sample.index not in self.begun
+        self.begun.add(sample.index)
         text = self.texts[sample.index // self.generation.num_samples] if self.has_echo else ""
         has_prompt = self.has_echo and is_first
-        table = LogProbTable(self.model, self.num_log_probs or 0)
+        log_probs = None
         if self.num_log_probs is not None:
-            if has_prompt:
-                table.add_prompt(sample.prompt, sample.prompt_scores)
-            table.add(delta.tokens, len(text))
+            entries = self._prompt_entries(sample) if has_prompt else []
+            entries += [(p.output.token, p.output, len(text) + p.offset) for p in delta.tokens]
+            log_probs = log_prob_table(self.model, entries, self.num_log_probs)
         choice: dict[str, Any] = {
             "index": sample.index,
             "text": (text if has_prompt else "") + delta.text,
-            "logprobs": table.columns() if table.tokens else None,
+            "logprobs": log_probs,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stopped_by,
             "weight_version": sample.weight_version,
         }
         if self.num_prompt_log_probs is not None and is_first:
             choice["prompt_logprobs"] = self._prompt_table(sample, self.num_prompt_log_probs)
-        return choice
+        return [choice] if delta.finish_reason or choice["text"] or log_probs else []
+
+    def _prompt_entries(self, sample: Sample) -> list[Entry]:
+        """Return the prompt's tokens; its first one has no log-probability."""
+        detokenizer = Detokenizer(self.model.decode)
+        entries: list[Entry] = []
+        offset = 0
+        for token, score in zip_longest(sample.prompt, (None, *sample.prompt_scores)):
+            entries.append((token, score, offset))
+            offset += len(detokenizer.add(token))
+        return entries
 
     def _prompt_table(self, sample: Sample, num_top: int) -> list[dict[str, Any] | None]:
         """Return vLLM's ``prompt_logprobs``: of each token of the prompt, id -> log-probability."""
@@ -180,54 +235,6 @@ class CompletionRequest(_OpenAIRequest):
                 }
             )
         return table
-
-
-async def read_completion(service: Service, body: Body) -> CompletionRequest:
-    """Check the fields of a request.  Raises ApiError."""
-    fields = Fields(body)
-    model = service.model
-    service.check_model(fields)
-    has_echo = fields.boolean("echo")
-    is_plain = not fields.boolean("add_special_tokens", True)
-    prompts, texts = await read_prompts(fields, model, has_texts=has_echo, is_plain=is_plain)
-    num_log_probs = fields.integer("logprobs", None, 0, MAX_LOG_PROBS)
-    prompt_log_probs = fields.integer("prompt_logprobs", None, 0, MAX_LOG_PROBS)
-    is_scoring = has_echo or prompt_log_probs is not None
-    num_tokens = fields.integer(
-        "max_tokens", _DEFAULT_TOKENS, 0 if is_scoring else 1, model.info.max_sequence_length
-    )
-    of_prompt = num_log_probs if has_echo and prompt_log_probs is None else prompt_log_probs
-    params = with_log_probs(read_params(fields, model, num_tokens), num_log_probs, of_prompt)
-    rules = read_rules(fields, model, params)
-    num_returned = fields.integer("n", 1, 1, MAX_SAMPLES)
-    best_of = fields.integer("best_of", num_returned, num_returned, MAX_SAMPLES)
-    is_stream, has_usage = read_stream(fields)
-    if is_stream and best_of > num_returned:
-        raise ApiError("best_of: cannot be streamed; leave it out or stream", "best_of")
-    if fields.get("suffix"):
-        raise ApiError("suffix: this model writes no text before another; leave it out", "suffix")
-    if len(prompts) * best_of > MAX_PROMPTS:
-        raise ApiError(f"n: {MAX_PROMPTS} samples at most, over all prompts", "n")
-    num_echoed = best_of * sum(map(len, texts))
-    if num_echoed > MAX_ECHO:
-        raise ApiError(
-            f"echo: the answer would repeat {num_echoed} characters of prompts, at most "
-            f"{MAX_ECHO}: reduce the prompts or n",
-            "echo",
-        )
-    service.finish_reading(fields)
-    keeps_tokens = num_log_probs is not None and not is_stream
-    return CompletionRequest(
-        model=model,
-        generation=GenerationRequest(prompts, params, rules, best_of, keeps_tokens=keeps_tokens),
-        num_returned=num_returned,
-        texts=texts,
-        num_log_probs=num_log_probs,
-        num_prompt_log_probs=prompt_log_probs,
-        has_echo=has_echo,
-        is_stream=is_stream,
-        has_usage=has_usage,
-    )
 
 
 async def read_prompts(
@@ -262,58 +269,24 @@ async def read_prompts(
     return prompts, [item if isinstance(item, str) else next(decoded) for item in many]
 
 
-@dataclass
-class LogProbTable:
-    """OpenAI's ``logprobs`` of a completion: one entry a token in each column."""
-
-    model: Model
-    num_top: int
-    tokens: list[str] = field(default_factory=list)
-    token_logprobs: list[float | None] = field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
-    text_offset: list[int] = field(default_factory=list)
-
-    def add_prompt(self, prompt: Sequence[int], scores: Sequence[TokenOutput]) -> None:
-        """Add the prompt's tokens; its first one has no log-probability."""
-        detokenizer = Detokenizer(self.model.decode)
-        offset = 0
-        for index, token in enumerate(prompt):
-            score = scores[index - 1] if 0 < index <= len(scores) else None
-            self._add(token, score, offset)
-            offset += len(detokenizer.add(token))
-
-    def add(self, tokens: Sequence[PlacedToken], first_offset: int) -> None:
-        """Add generated tokens, whose text begins at ``first_offset``."""
-        for placed in tokens:
-            self._add(placed.output.token, placed.output, first_offset + placed.offset)
-
-    def columns(self) -> dict[str, Any]:
-        """Return the table as a JSON object."""
-        return {
-            "tokens": self.tokens,
-            "token_logprobs": self.token_logprobs,
-            "top_logprobs": self.top_logprobs if self.num_top else None,
-            "text_offset": self.text_offset,
-        }
-
-    def _add(self, token: int, score: TokenOutput | None, offset: int) -> None:
-        text = self.model.token_text(token)
-        self.tokens.append(text)
-        self.text_offset.append(offset)
-        if score is None:
-            self.token_logprobs.append(None)
-            self.top_logprobs.append(None)
-            return
-        self.token_logprobs.append(log_prob_of(score.log_prob))
-        top: dict[str, float] = {}
-        for other, value in score.top[: self.num_top]:
-            top.setdefault(self.model.token_text(other), log_prob_of(value))
-        # Even if it is not among the most likely; other tokens may have the same text.
-        top.setdefault(text, log_prob_of(score.log_prob))
-        self.top_logprobs.append(top)
-
-
-# ---- chat --------------------------------------------------------------------------------------
+def log_prob_table(model: Model, entries: list[Entry], num_top: int) -> dict[str, Any] | None:
+    """Return OpenAI's ``logprobs`` of a completion: one entry a token in each column."""
+    rows = []
+    for token, score, offset in entries:
+        text = model.token_text(token)
+        value = None if score is None else log_prob_of(score.log_prob)
+        top: dict[str, float] | None = None
+        if score is not None:
+            top = {}
+            # The token too if it is not among the most likely; other tokens may have its text.
+            for other, its_value in (*score.top[:num_top], (token, score.log_prob)):
+                top.setdefault(model.token_text(other), log_prob_of(its_value))
+        rows.append((text, value, top if num_top else None, offset))
+    if not rows:
+        return None
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    table: dict[str, Any] = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+    return table if num_top else {**table, "top_logprobs": None}
 
 
 @dataclass
@@ -325,14 +298,89 @@ class _Sent:
     num_calls: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChatRequest(_OpenAIRequest):
     """A request of /v1/chat/completions: text to messages and calls of tools."""
 
     id_prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
-    tools: Tools
-    sent: dict[int, _Sent] = field(default_factory=dict)  # by index of the sample
+
+    async def read(self) -> None:
+        """Read the other fields, render the prompt, and set ``generation``.  Raises ApiError."""
+        fields = self.fields
+        model = self.model
+        self.sent: dict[int, _Sent] = defaultdict(_Sent)  # by index of the sample
+        messages, urls = read_messages(fields, model)
+        self.tools = read_tools(fields, model)
+        grammar = read_response_format(fields, model) or grammar_of_tools(self.tools)
+        has_log_probs = fields.boolean("logprobs")
+        num_top = fields.integer("top_logprobs", 0, 0, MAX_LOG_PROBS)
+        if num_top and not has_log_probs:
+            raise ApiError("top_logprobs: only with logprobs: true", "top_logprobs")
+        self.num_log_probs = num_top if has_log_probs else None
+        longest = model.info.max_sequence_length
+        num_tokens = fields.integer("max_completion_tokens", None, 1, longest)
+        num_tokens = fields.integer("max_tokens", num_tokens, 1, longest)
+        options = fields.sub_object("chat_template_kwargs")
+        more = {} if options is None else fields.get("chat_template_kwargs")
+        params = read_params(fields, model, num_tokens or longest, self.num_log_probs, None)
+        eos = model.tokenizer.id_of("eos")  # in chat models it ends a turn
+        if eos not in (None, model.info.eod) and not params.ignore_eos:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, eos))
+        rules = read_rules(fields, model, params)
+        fields.refuse_others(WITHOUT_EFFECT)
+        text = await self._render(messages, more)
+        prompt, images = await self._read_prompt(text, urls)
+        if num_tokens is None:
+            room = longest if model.info.decoder_start is not None else longest - len(prompt)
+            params = replace(params, num_tokens_to_generate=max(room, 1))
+        self.generation = GenerationRequest(
+            [prompt],
+            params,
+            rules,
+            self.num_returned,
+            grammar,
+            images=images,
+            keeps_tokens=has_log_probs and not self.is_stream,
+        )
+
+    async def _render(self, messages: list[dict[str, Any]], more: dict[str, Any]) -> str:
+        template = self.service.template
+        if template is None:
+            raise ApiError(
+                "messages: the tokenizer of this model has no chat template; start the server with "
+                "--chat-template FILE, or use /v1/completions",
+                "messages",
+                code="no_chat_template",
+            )
+        turns = self.model.turns(messages)
+        given = {"messages": turns, "tools": self.tools.given or None}
+        return await template.render({"add_generation_prompt": True, **more, **given})
+
+    async def _read_prompt(
+        self, text: str, urls: list[str]
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Return the ids of a rendered prompt, and its images."""
+        model = self.model
+        model.check_characters(text, "messages")
+        images = model.image_prompts
+        if images is None:
+            (ids,) = await model.tokenize([text], "messages", is_plain=self.is_plain)
+            return model.with_one_bos(ids), ()
+        # As the methods of ImagePrompts do, but long texts in another process.
+        first, *others = images.texts_of(text)
+        is_plain = self.is_plain or images.is_conversation
+        rows = await model.tokenize([first], "messages", is_plain=is_plain) if first else [[]]
+        rows += await model.tokenize(others, "messages", is_plain=True)
+        ids, read = await asyncio.to_thread(
+            prompt_of,
+            images,
+            rows,
+            urls,
+            self.service.image_files,
+            max_rows=model.info.max_sequence_length,
+            num_samples=self.num_returned,
+        )
+        return model.with_one_bos(ids), read
 
     def choice(self, sample: Sample) -> dict[str, Any]:
         """Return the choice of a complete sample."""
@@ -354,13 +402,13 @@ class ChatRequest(_OpenAIRequest):
 
     def chunks(self, sample: Sample, delta: TextDelta) -> list[dict[str, Any]]:
         """Return the choices to send, at most one with content and one for the end."""
-        sent = self.sent.setdefault(sample.index, _Sent())
+        sent = self.sent[sample.index]
         is_last = delta.finish_reason is not None
         content = delta.text
         calls: list[dict[str, Any]] = []
-        if self.tools.is_call:
+        if self.tools.choice in ("required", "function"):
             content, calls = self._content_and_calls(sample.text) if is_last else ("", [])
-        elif self.tools.are_parsed:
+        elif self.tools.choice == "auto":
             content, calls = sent.parser.add(delta.text, is_last=is_last)
             if not self.tools.many:
                 calls = [] if sent.num_calls else calls[:1]
@@ -385,10 +433,10 @@ class ChatRequest(_OpenAIRequest):
         tools = self.tools
         if tools.function is not None:
             return "", [call_object(tools.function, text)]
-        if tools.is_required:
+        if tools.choice == "required":
             call = read_call(text)
             return ("", [call]) if call is not None else (text, [])
-        if not tools.are_parsed:
+        if tools.choice == "none":
             return text, []
         content, calls = ToolCallParser().add(text, is_last=True)
         return (content.strip() if calls else content), calls if tools.many else calls[:1]
@@ -427,100 +475,3 @@ def _chunk(
         "finish_reason": reason,
         "weight_version": sample.weight_version,
     }
-
-
-async def read_chat(service: Service, body: Body) -> ChatRequest:
-    """Check the fields of a request and render its prompt.  Raises ApiError."""
-    fields = Fields(body)
-    model = service.model
-    service.check_model(fields)
-    messages, urls = read_messages(fields, model)
-    tools = read_tools(fields, model)
-    grammar = read_response_format(fields, model) or grammar_of_tools(tools)
-    has_log_probs = fields.boolean("logprobs")
-    num_top = fields.integer("top_logprobs", 0, 0, MAX_LOG_PROBS)
-    if num_top and not has_log_probs:
-        raise ApiError("top_logprobs: only with logprobs: true", "top_logprobs")
-    num_log_probs = num_top if has_log_probs else None
-    is_stream, has_usage = read_stream(fields)
-    num_samples = fields.integer("n", 1, 1, MAX_SAMPLES)
-    longest = model.info.max_sequence_length
-    num_tokens = fields.integer("max_completion_tokens", None, 1, longest)
-    num_tokens = fields.integer("max_tokens", num_tokens, 1, longest)
-    is_plain = not fields.boolean("add_special_tokens", True)
-    options = fields.sub_object("chat_template_kwargs")
-    more = fields.get("chat_template_kwargs") if options is not None else {}
-    params = with_log_probs(read_params(fields, model, num_tokens or longest), num_log_probs, None)
-    eos = model.tokenizer.id_of("eos")  # in chat models it ends a turn
-    if eos not in (None, model.info.eod) and not params.ignore_eos:
-        params = replace(params, stop_token_ids=(*params.stop_token_ids, eos))
-    rules = read_rules(fields, model, params)
-    service.finish_reading(fields)
-    text = await _render(service, messages, tools, more)
-    prompt, images = await _read_prompt(service, text, urls, num_samples, is_plain=is_plain)
-    if num_tokens is None:
-        room = longest if model.info.decoder_start is not None else longest - len(prompt)
-        params = replace(params, num_tokens_to_generate=max(room, 1))
-    generation = GenerationRequest(
-        [prompt],
-        params,
-        rules,
-        num_samples,
-        grammar,
-        images=images,
-        keeps_tokens=has_log_probs and not is_stream,
-    )
-    return ChatRequest(
-        model=model,
-        generation=generation,
-        num_returned=num_samples,
-        tools=tools,
-        num_log_probs=num_log_probs,
-        is_stream=is_stream,
-        has_usage=has_usage,
-    )
-
-
-async def _render(
-    service: Service, messages: list[dict[str, Any]], tools: Tools, more: dict[str, Any]
-) -> str:
-    if service.template is None:
-        raise ApiError(
-            "messages: the tokenizer of this model has no chat template; start the server with "
-            "--chat-template FILE, or use /v1/completions",
-            "messages",
-            code="no_chat_template",
-        )
-    variables = {
-        "add_generation_prompt": True,
-        **more,
-        "messages": service.model.turns(messages),
-        "tools": tools.given or None,
-    }
-    return await service.template.render(variables)
-
-
-async def _read_prompt(
-    service: Service, text: str, urls: list[str], num_samples: int, *, is_plain: bool
-) -> tuple[list[int], tuple[PromptImage, ...]]:
-    """Return the ids of a rendered prompt, and its images."""
-    model = service.model
-    model.check_characters(text, "messages")
-    if model.image_prompts is None:
-        (ids,) = await model.tokenize([text], "messages", is_plain=is_plain)
-        return model.with_one_bos(ids), ()
-    # As the methods of ImagePrompts do, but long texts in another process.
-    first, *others = model.image_prompts.texts_of(text)
-    is_plain = is_plain or model.image_prompts.is_conversation
-    rows = await model.tokenize([first], "messages", is_plain=is_plain) if first else [[]]
-    rows += await model.tokenize(others, "messages", is_plain=True)
-    ids, images = await asyncio.to_thread(
-        prompt_of,
-        model.image_prompts,
-        rows,
-        urls,
-        service.image_files,
-        max_rows=model.info.max_sequence_length,
-        num_samples=num_samples,
-    )
-    return model.with_one_bos(ids), images

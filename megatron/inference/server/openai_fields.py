@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,67 +31,56 @@ _MAX_STOP_CHARACTERS = 256
 # Default, least and largest value.
 _NUMBERS = {
     "temperature": (1.0, 0.0, 2.0),
+    "top_p": (1.0, 0.0, 1.0),
     "min_p": (0.0, 0.0, 1.0),
+    "repetition_penalty": (1.0, 0.0, 100.0),
     "presence_penalty": (0.0, -2.0, 2.0),
     "frequency_penalty": (0.0, -2.0, 2.0),
 }
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_MESSAGES = 4096
 _MAX_TOOLS = 128
-_ANY_OBJECT = '{"type": "object"}'
 
 
-def read_params(fields: Fields, model: Model, num_tokens: int) -> SamplingParams:
-    """Read the sampling parameters of a request that generates ``num_tokens`` at most."""
+def read_params(
+    fields: Fields, model: Model, num_tokens: int, top: int | None, prompt_top: int | None
+) -> SamplingParams:
+    """Read the sampling parameters of a request that generates ``num_tokens`` at most.
+
+    ``top`` and ``prompt_top``: number of likely tokens for each generated token and each token of
+    the prompt; None: no log-probabilities of those.
+    """
+    numbers: dict[str, Any] = {n: fields.number(n, *limits) for n, limits in _NUMBERS.items()}
+    for name in ("top_p", "repetition_penalty"):
+        if numbers[name] == 0:
+            raise fields.fail(name, "give a number above 0; temperature 0 is greedy")
     seed = fields.integer("seed", None, -SEED_LIMIT, SEED_LIMIT - 1)
-    top_p = fields.number("top_p", 1.0, 0.0, 1.0)
-    if top_p == 0:
-        raise fields.fail("top_p", "give a number above 0; temperature 0 is greedy")
-    repetition_penalty = fields.number("repetition_penalty", 1.0, 0.0, 100.0)
-    if repetition_penalty == 0:
-        raise fields.fail("repetition_penalty", "give a number above 0")
     top_k = fields.integer("top_k", 0, -1, model.info.vocab_size)
     stop_ids = fields.get("stop_token_ids")
-    stop_ids = [] if stop_ids is None else stop_ids
-    fields.token_ids("stop_token_ids", stop_ids, model.info.vocab_size, _MAX_STOP_TOKENS)
-    numbers: dict[str, Any] = {n: fields.number(n, *limits) for n, limits in _NUMBERS.items()}
+    if stop_ids is not None:
+        fields.token_ids("stop_token_ids", stop_ids, model.info.vocab_size, _MAX_STOP_TOKENS)
     return SamplingParams(
         **numbers,
         top_k=max(top_k, 0),  # -1 is vLLM's "no limit"
-        top_p=top_p,
         seed=None if seed is None else seed % SEED_LIMIT,
-        repetition_penalty=repetition_penalty,
         logit_bias=_logit_bias(fields, model.info.vocab_size),
         min_tokens=fields.integer("min_tokens", 0, 0, num_tokens),
-        stop_token_ids=tuple(stop_ids),
+        stop_token_ids=tuple(stop_ids or ()),
         ignore_eos=fields.boolean("ignore_eos"),
         num_tokens_to_generate=num_tokens,
         prompt_log_probs_only=num_tokens == 0,
-    )
-
-
-def with_log_probs(params: SamplingParams, top: int | None, prompt: int | None) -> SamplingParams:
-    """Ask for log-probabilities too.
-
-    ``top`` and ``prompt``: number of likely tokens for each generated token and each token of the
-    prompt; None: no log-probabilities of those.
-    """
-    return replace(
-        params,
-        return_log_probs=top is not None or prompt is not None,
-        top_n_logprobs=max(top or 0, prompt or 0),
-        return_prompt_log_probs=prompt is not None,
-        return_prompt_top_n_logprobs=bool(prompt),
+        return_log_probs=top is not None or prompt_top is not None,
+        top_n_logprobs=max(top or 0, prompt_top or 0),
+        return_prompt_log_probs=prompt_top is not None,
+        return_prompt_top_n_logprobs=bool(prompt_top),
     )
 
 
 def read_rules(fields: Fields, model: Model, params: SamplingParams) -> TextRules:
     """Read the fields that end a text."""
     value = fields.get("stop")
-    if isinstance(value, str):
-        stops = [fields.check_text("stop", value)]
-    else:
-        stops = fields.list_of("stop", fields.check_text, _MAX_STOPS)
+    is_text = isinstance(value, str)
+    stops = [value] if is_text else fields.list_of("stop", fields.check_text, _MAX_STOPS)
     for stop in stops:
         if not 0 < len(stop) <= _MAX_STOP_CHARACTERS:
             raise fields.fail("stop", f"a stop string has 1 to {_MAX_STOP_CHARACTERS} characters")
@@ -103,51 +92,32 @@ def read_rules(fields: Fields, model: Model, params: SamplingParams) -> TextRule
     )
 
 
-def read_stream(fields: Fields) -> tuple[bool, bool]:
-    """Read whether to stream, and whether a last event then has the usage."""
-    is_stream = fields.boolean("stream")
-    options = fields.sub_object("stream_options")
-    if options is None:
-        return is_stream, False
-    if not is_stream:
-        raise ApiError("stream_options: only with stream: true", "stream_options")
-    has_usage = options.boolean("include_usage")
-    options.refuse_others()
-    return is_stream, has_usage
-
-
 def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
     given = fields.sub_object("logit_bias")
-    names: Any = fields.get("logit_bias") or {}
+    if given is None:
+        return {}
+    names = fields.get("logit_bias")
     if len(names) > vocab_size:
         raise fields.fail("logit_bias", f"the vocabulary has {vocab_size} tokens")
-    biases: dict[int, float] = {}
     for name in names:
-        if given is None or not name.isdecimal() or len(name) > 9 or int(name) >= vocab_size:
+        if not name.isdecimal() or len(name) > 9 or int(name) >= vocab_size:
             reason = f"its fields are token ids from 0 to {vocab_size - 1}"
             raise fields.fail("logit_bias", reason)
-        biases[int(name)] = given.number(name, 0.0, -100.0, 100.0)
-    return biases
+    return {int(name): given.number(name, 0.0, -100.0, 100.0) for name in names}
 
 
 @dataclass(frozen=True)
 class Tools:
     """Tools that the model may call.
 
-    ``function``: the answer is the arguments of this one.  ``is_required``: the answer is a call.
-    ``are_parsed``: calls are looked for in the answer.
+    ``choice``: "none"; "auto": calls are looked for in the answer; "required": the answer is a
+    call; "function": the answer is the arguments of ``function``.  ``many``: calls of an answer.
     """
 
     given: list[dict[str, Any]]
-    are_parsed: bool = False
-    is_required: bool = False
+    choice: str
+    many: bool
     function: str | None = None
-    many: bool = True
-
-    @property
-    def is_call(self) -> bool:
-        """Whether the whole text is a call, by its grammar."""
-        return self.is_required or self.function is not None
 
 
 def read_messages(fields: Fields, model: Model) -> tuple[list[dict[str, Any]], list[str]]:
@@ -171,56 +141,61 @@ def _message(urls: list[str] | None, name: str, value: object) -> dict[str, Any]
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     calls = fields.list_of("tool_calls", _tool_call, _MAX_TOOLS)
     content = fields.get("content")
-    of_message: list[str] | None = [] if urls is not None else None
+    own: list[str] | None = None if urls is None else []  # of this message
     if isinstance(content, list):
-        read = partial(_part, of_message, role)
+        read = partial(_part, own, role)
         message["content"] = "".join(fields.list_of("content", read, _MAX_MESSAGES))
-    elif content is None and calls:
-        message["content"] = ""
     else:
-        message["content"] = fields.check_text("content", content)
-    if urls is not None and of_message is not None:
-        if message["content"].count(IMAGE_TOKEN) != len(of_message):
+        empty = "" if calls and content is None else content
+        message["content"] = fields.check_text("content", empty)
+    if urls is not None and own is not None:
+        if message["content"].count(IMAGE_TOKEN) != len(own):
             raise ApiError(
                 f"messages: a text has {IMAGE_TOKEN}, which stands for an image in this model: "
                 "send images as parts of type image_url, and another text",
                 "messages",
             )
-        urls += of_message
+        urls += own
     if calls:
         message["tool_calls"] = calls
     for other in ("name", "tool_call_id", "reasoning_content"):
         text = fields.text(other, None)
         if text is not None:
             message[other] = text
-    fields.without_effect(("refusal", "audio", "function_call", "annotations"))
-    fields.refuse_others()
+    fields.refuse_others(("refusal", "audio", "function_call", "annotations"))
     return message
 
 
 def _part(urls: list[str] | None, role: str, name: str, value: object) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(value, dict) and kind == "text":
-        return Fields(value, "messages.content").check_text("text", value.get("text"))
-    if not isinstance(value, dict) or kind != "image_url" or urls is None:
+    part = value if isinstance(value, dict) else {}
+    fields = Fields(part, "messages.content")
+    if part.get("type") == "text":
+        return fields.check_text("text", part.get("text"))
+    if part.get("type") != "image_url" or urls is None:
         kinds = "text only" if urls is None else "text and image_url"
         raise ApiError(f"messages.content: this model reads parts of type {kinds}", "messages")
     if role != "user":
         raise ApiError(f"{PARAM}: images stand in messages of the user", PARAM)
-    fields = Fields(value, "messages.content").sub_object("image_url")
-    if fields is None:
+    image = fields.sub_object("image_url")
+    if image is None:
         raise ApiError(f"{PARAM}: give an object with a url", PARAM)
-    urls.append(fields.check_text("url", fields.get("url")))
-    fields.choice("detail", "auto", ("auto",))  # the model's tiles have one resolution
-    fields.refuse_others()
+    urls.append(image.check_text("url", image.get("url")))
+    image.choice("detail", "auto", ("auto",))  # the model's tiles have one resolution
+    image.refuse_others()
     return IMAGE_TOKEN
 
 
-def _tool_call(name: str, value: object) -> dict[str, Any]:
+def _function_of(value: object) -> dict[str, Any] | None:
+    """Return the entry ``function`` of a tool or a call; None if it has no name."""
     function = value.get("function") if isinstance(value, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    return function if is_named else None
+
+
+def _tool_call(name: str, value: Any) -> dict[str, Any]:
+    function = _function_of(value)
+    if function is None:
         raise ApiError("messages.tool_calls: each needs function.name", "messages")
-    assert isinstance(value, dict), "it has a function"
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):  # templates write objects themselves
         # A text has no half of a surrogate pair: `parse_json` of the body has refused it.
@@ -242,51 +217,40 @@ def read_tools(fields: Fields, model: Model) -> Tools:
     choice = fields.get("tool_choice")
     if choice is None:
         choice = "auto" if given else "none"
-    names = [tool["function"]["name"] for tool in given]
+    name = None
     if isinstance(choice, dict):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if name not in names:
-            raise fields.fail("tool_choice", "name the function of one of the tools")
+        name = (_function_of(choice) or {}).get("name")
+        choice = "function" if name in [tool["function"]["name"] for tool in given] else None
+    fits = choice in ("auto", "required", "function") and given
+    if choice != "none" and not fits:
+        reason = "give none, auto or required, with tools, or the function of one of the tools"
+        raise fields.fail("tool_choice", reason)
+    if choice in ("required", "function"):
         need_grammar(model, "tool_choice")
-        return Tools(given, function=name)
-    if choice not in ("none", "auto", "required") or (choice != "none" and not given):
-        raise fields.fail("tool_choice", "give none, auto or required, with tools, or a function")
-    if choice == "required":
-        need_grammar(model, "tool_choice")
-    return Tools(
-        given if choice != "none" else [],
-        are_parsed=choice == "auto",
-        is_required=choice == "required",
-        many=many,
-    )
+    return Tools(given if fits else [], choice, many, name)
 
 
-def _tool(name: str, value: object) -> dict[str, Any]:
-    function = value.get("function") if isinstance(value, dict) else None
+def _tool(name: str, value: Any) -> dict[str, Any]:
+    function = _function_of(value)
     if (
-        not isinstance(value, dict)
+        function is None
         or value.get("type") != "function"
-        or not isinstance(function, dict)
-        or not isinstance(function.get("name"), str)
         or not isinstance(function.get("parameters", {}), dict)
     ):
         raise ApiError(
             'tools: each is {"type": "function", "function": {"name": ..., "parameters": {...}}}',
             "tools",
         )
-    return value
+    return dict(value)
 
 
 def grammar_of_tools(tools: Tools) -> tuple[str, str] | None:
     """Return the grammar of an answer that must be a call."""
-    parameters = {
-        tool["function"]["name"]: tool["function"].get("parameters", {"type": "object"})
-        for tool in tools.given
-    }
+    functions = [tool["function"] for tool in tools.given]
+    parameters = {f["name"]: f.get("parameters", {"type": "object"}) for f in functions}
     if tools.function is not None:
         return "json_schema", json.dumps(parameters[tools.function])
-    if not tools.is_required:
+    if tools.choice != "required":
         return None
     calls = [
         {
@@ -308,7 +272,7 @@ def read_response_format(fields: Fields, model: Model) -> tuple[str, str] | None
     kind = given.choice("type", "text", ("text", "json_object", "json_schema", "regex"))
     grammar = None
     if kind == "json_object":
-        grammar = ("json_schema", _ANY_OBJECT)
+        grammar = ("json_schema", '{"type": "object"}')
     elif kind == "json_schema":
         named = given.sub_object("json_schema")
         schema = named.get("schema") if named is not None else None
@@ -360,26 +324,19 @@ class ToolCallParser:
                     break
                 text = self._finder.rest
                 self._inside = ""
-            self._inside += text
-            inside, tag, text = self._inside.partition(_END)
-            if not tag:
+            inside, end, text = (self._inside + text).partition(_END)
+            self._inside = inside
+            if not end and not is_last:
                 break
-            self._inside = None
-            call = read_call(inside)
+            call = read_call(inside)  # the last one may end before the end tag
             if call is None:
-                content += _BEGIN + inside + _END
+                content += _BEGIN + inside + end
             else:
                 calls.append(call)
-        if is_last:
-            content += self._finder.end()
-            if self._inside is not None:
-                call = read_call(self._inside)  # a text may end before the end tag
-                if call is None:
-                    content += _BEGIN + self._inside
-                else:
-                    calls.append(call)
-                    self._inside = None
-        return content, calls
+            self._inside = None
+            if not end:
+                break
+        return content + (self._finder.end() if is_last else ""), calls
 
 
 def read_call(text: str) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -178,7 +178,7 @@ def _image_work(setup: bytes) -> Work:
 class LimitedTokenizer:
     """A tokenizer in processes of its own; ``modules``: user modules that may register some."""
 
-    def __init__(self, spec: Mapping[str, Any], modules: tuple[str, ...]) -> None:
+    def __init__(self, spec: Mapping[str, Any], modules: Sequence[str]) -> None:
         self._processes = LimitedProcesses(tokenize_texts, json.dumps([spec, modules]).encode())
 
     def apply(self, kind: str, items: list[Any]) -> list[Any]:

@@ -25,6 +25,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,32 +78,31 @@ def prepare_store(folder: Path, settings: StoreSettings) -> None:
     """Create the store, or raise DataError if ``folder`` has one with other settings."""
     path = folder / SETTINGS
     folder.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        found = read_settings(folder, "--logits-save-dir")
-        if found != settings:
-            raise DataError(
-                f"--logits-save-dir {folder} has {asdict(found)}, this run would save "
-                f"{asdict(settings)}: choose another folder"
-            )
-        return
-    temporary = folder / f"{SETTINGS}.tmp"
-    temporary.write_text(json.dumps(asdict(settings)), encoding="utf-8")
-    temporary.replace(path)
+    if not path.exists():
+        temporary = folder / f"{SETTINGS}.tmp"
+        temporary.write_text(json.dumps(asdict(settings)), encoding="utf-8")
+        temporary.replace(path)
+    found = read_settings(folder, "--logits-save-dir")
+    if found != settings:
+        raise DataError(
+            f"--logits-save-dir {folder} has {asdict(found)}, this run would save "
+            f"{asdict(settings)}: choose another folder"
+        )
 
 
 def read_settings(folder: str | os.PathLike[str], flag: str) -> StoreSettings:
     """Return the settings of the store in ``folder``.  Raises DataError if it has none."""
-    path = Path(folder) / SETTINGS
     what = f"{flag} {folder}: {SETTINGS}"
+    text = read_text(Path(folder) / SETTINGS, what, DataError, "a folder of --logits-save-dir")
     try:
-        values = json.loads(read_text(path, what, DataError, "a folder of --logits-save-dir"))
-        sizes = {name: int(values[name]) for name in ("vocab_size", "seq_length", "top_k")}
-        is_valid = values["dtype"] in _DTYPES and min(sizes.values()) > 0
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{what} is damaged: {error!r}; save the store again") from None
+        found = StoreSettings(**json.loads(text))
+        sizes = found.vocab_size, found.seq_length, found.top_k
+        is_valid = found.dtype in _DTYPES and all(type(n) is int and n > 0 for n in sizes)
+    except (ValueError, TypeError):
+        is_valid = False
     if not is_valid:
-        raise DataError(f"{what} is damaged: {values}; save the store again")
-    return StoreSettings(**sizes, dtype=str(values["dtype"]))
+        raise DataError(f"{what} is damaged: {text[:200]!r}; save the store again")
+    return found
 
 
 def write_rows(
@@ -140,14 +140,15 @@ class LogitsStore:
 
     def __init__(self, folder: str, flag: str = "--logits-load-dir") -> None:
         """Read the sample keys of all files.  Raises DataError for a file that is damaged."""
-        self.settings = read_settings(folder, flag)
-        self.paths = sorted(Path(folder).glob("steps_*.safetensors"))
-        self._files = [_StoreFile(path, self.settings) for path in self.paths]
-        # Index of a sample -> its file and row; of two files with one sample, the later.
-        self._places: dict[int, tuple[int, int]] = {}
-        for number, file in enumerate(self._files):
-            for row, index in enumerate(file.read("index").tolist()):
-                self._places[index] = number, row
+        settings = read_settings(folder, flag)
+        paths = sorted(Path(folder).glob("steps_*.safetensors"))
+        self.files = [StoreFile(path, settings) for path in paths]
+        # Of two files with one sample, the later.
+        self._places = {
+            index: (file, row)
+            for file in self.files
+            for row, index in enumerate(file.read("index").tolist())
+        }
 
     def __contains__(self, index: int) -> bool:
         return index in self._places
@@ -160,8 +161,8 @@ class LogitsStore:
 
         Raises DataError if the store has the sample with other tokens, or is damaged.
         """
-        number, row = self._places[index]
-        return self._files[number].entries(row, checksum, f"sample {index}")
+        file, row = self._places[index]
+        return file.entries(row, checksum, f"sample {index}")
 
 
 def no_entries(settings: StoreSettings) -> tuple[Tensor, Tensor]:
@@ -170,8 +171,8 @@ def no_entries(settings: StoreSettings) -> tuple[Tensor, Tensor]:
     return torch.zeros(shape, dtype=torch.int32), torch.full(shape, float("-inf"))
 
 
-class _StoreFile:
-    """One file of a store, mapped into memory."""
+class StoreFile:
+    """One file of a store."""
 
     def __init__(self, path: Path, settings: StoreSettings) -> None:
         self.path = path
@@ -182,45 +183,41 @@ class _StoreFile:
             raise DataError(str(error)) from None
         if self._entries.keys() != _TENSORS:
             raise DataError(f"{path} is damaged: it has the tensors {sorted(self._entries)}")
-        self._keys: tuple[Tensor, Tensor] | None = None
-        self._begins: Tensor | None = None
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
         """Return the elements ``begin`` to ``end`` of the flattened tensor ``name``."""
         entry = self._entries[name]
         size = entry.dtype.itemsize
         number = entry.num_bytes // size if end is None else end
-        if number == begin:
-            return torch.empty(0, dtype=entry.dtype)
+        offset = entry.start + begin * size
         try:
-            data = np.fromfile(
-                self.path, np.uint8, (number - begin) * size, offset=entry.start + begin * size
-            )
+            data = np.fromfile(self.path, np.uint8, (number - begin) * size, offset=offset)
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error.strerror}") from None
         return torch.from_numpy(data).view(entry.dtype)
 
+    @cached_property
+    def _begins(self) -> Tensor:
+        """Where the entries of each sample begin, and the end of the last one."""
+        counts = self.read("counts").view(-1, self.settings.seq_length).sum(1)
+        return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
     def entries(self, row: int, checksum: int, name: str) -> tuple[Tensor, Tensor]:
         """Return `LogitsStore.entries` of row ``row``, which is called ``name`` in messages."""
-        length = self.settings.seq_length
-        top_k = self.settings.top_k
-        if self._keys is None or self._begins is None:
-            self._keys = self.read("checksum"), self.read("damage")
-            counts = self.read("counts").view(-1, length).sum(1)
-            self._begins = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        expected, damage = (int(keys[row]) for keys in self._keys)
-        if expected != checksum:
+        if int(self.read("checksum", row, row + 1)) != checksum:
             raise DataError(
                 f"{self.path}: {name} has other tokens here: save the store with the data, the "
                 "seed and the number of samples of this run"
             )
-        begin, end = (int(x) for x in self._begins[row : row + 2])
+        begin, end = self._begins[row : row + 2].tolist()
         ids = self.read("ids", begin, end)
         log_probs = self.read("log_probs", begin, end)
+        damage = int(self.read("damage", row, row + 1))
         if zlib.crc32(bytes_of(log_probs), zlib.crc32(bytes_of(ids))) != damage:
             raise DataError(f"{self.path} is damaged at {name}: save the store again")
+        length = self.settings.seq_length
         counts = self.read("counts", row * length, (row + 1) * length)
-        is_given = torch.arange(top_k) < counts.unsqueeze(1)
+        is_given = torch.arange(self.settings.top_k) < counts.unsqueeze(1)
         found_ids, found = no_entries(self.settings)
         found_ids[is_given] = ids
         found[is_given] = log_probs.float()

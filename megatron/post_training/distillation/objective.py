@@ -51,8 +51,7 @@ from megatron.training.models.registry import layers_of_stages
 
 _NAMES = ("logits distillation loss", "intermediate distillation loss")
 LOGITS = "output_layer"
-FINAL_NORM = "decoder.final_layernorm"
-_LAYER = re.compile(r"decoder\.layers\.(\d{1,5})")
+_LAYER = re.compile(r"decoder\.(?:layers\.(\d{1,5})|final_layernorm)")
 
 
 @cache
@@ -299,57 +298,36 @@ def read_kd_config(path: str | None) -> KDConfig:
         raise ConfigError(
             f"{what}: a mapping of settings is needed, for example skip_lm_loss: true"
         )
-    known = {"logit_layers", *(f.name for f in fields(KDConfig))}
-    for name in content:
+    known = sorted({"logit_layers", *(f.name for f in fields(KDConfig))})
+    for name, value in content.items():
         if name not in known:
-            raise ConfigError(f"{what}: unknown setting {name!r}; use {', '.join(sorted(known))}")
-    logits = content.pop("logit_layers", [LOGITS, LOGITS])
-    if logits != [LOGITS, LOGITS]:
-        raise ConfigError(
-            f"{what}: logit_layers {logits!r}: the logits of both models are the outputs of "
-            f"{LOGITS}; write [{LOGITS}, {LOGITS}]"
-        )
+            raise ConfigError(f"{what}: unknown setting {name!r}; use {', '.join(known)}")
+        is_number = type(value) in (int, float) and 0 < value < float("inf")
+        fits, wanted = {
+            "logit_layers": (
+                value == [LOGITS, LOGITS],
+                f"the logits of both models are the outputs of {LOGITS}: write it twice",
+            ),
+            "intermediate_layer_pairs": (isinstance(value, list | None), "give a list of pairs"),
+            "skip_lm_loss": (isinstance(value, bool), "write true or false"),
+        }.get(name, (is_number, "a finite number above 0 is needed"))
+        if not fits:
+            raise ConfigError(f"{what}: {name} {value!r}: {wanted}")
+    content.pop("logit_layers", None)
     pairs = content.pop("intermediate_layer_pairs", None) or []
-    if not isinstance(pairs, list):
-        raise ConfigError(f"{what}: intermediate_layer_pairs {pairs!r}: a list of pairs is needed")
-    values = {name: _checked(name, value, what) for name, value in content.items()}
-    return KDConfig(intermediate_layer_pairs=tuple(_pair(p, what) for p in pairs), **values)
-
-
-def _checked(name: str, value: Any, what: str) -> Any:
-    if name == "skip_lm_loss":
-        if not isinstance(value, bool):
-            raise ConfigError(f"{what}: skip_lm_loss {value!r}: write true or false")
-        return value
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):
-        raise ConfigError(f"{what}: {name} {value!r}: a finite number above 0 is needed")
-    return float(value)
+    return KDConfig(intermediate_layer_pairs=tuple(_pair(p, what) for p in pairs), **content)
 
 
 def _pair(pair: Any, what: str) -> LayerPair:
     """Return the pair [student, teacher] or [student, teacher, loss]."""
-    is_pair = isinstance(pair, list) and len(pair) in (2, 3)
-    if not is_pair or not all(isinstance(part, str) for part in pair):
-        raise ConfigError(
-            f"{what}: intermediate_layer_pairs {pair!r}: write [student layer, teacher layer], and "
-            "the loss cosine (default) or mse as third value"
-        )
-    loss = pair[2] if len(pair) == 3 else "cosine"
-    if loss not in HIDDEN_LOSSES:
-        raise ConfigError(
-            f"{what}: intermediate_layer_pairs {pair!r}: loss {loss}: use cosine or mse"
-        )
-    return LayerPair(_index(pair[0], what), _index(pair[1], what), loss)
-
-
-def _index(name: str, what: str) -> int | None:
-    if name == FINAL_NORM:
-        return None
-    found = _LAYER.fullmatch(name)
-    if found is None:
-        raise ConfigError(
-            f"{what}: intermediate_layer_pairs: {name} is not available; use decoder.layers.N, the "
-            f"output of a layer, or {FINAL_NORM}"
-        )
-    return int(found[1])
+    if isinstance(pair, list) and len(pair) in (2, 3):
+        layers = [_LAYER.fullmatch(str(part)) for part in pair[:2]]
+        loss = pair[2] if len(pair) == 3 else "cosine"
+        if all(layers) and loss in HIDDEN_LOSSES:
+            student, teacher = (int(found[1]) if found and found[1] else None for found in layers)
+            return LayerPair(student, teacher, loss)
+    raise ConfigError(
+        f"{what}: intermediate_layer_pairs {pair!r}: write [student layer, teacher layer], and "
+        "the loss cosine (default) or mse as third value; a layer is decoder.layers.N, its "
+        "output, or decoder.final_layernorm"
+    )

@@ -48,6 +48,7 @@ from megatron.post_training.distillation.losses import (
     require_wrapper,
     sum_masked,
 )
+from megatron.training.config.distillation import DistillationConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import Batch, BatchTable, ModelImplementation, TensorSpec
 from megatron.training.process.phase import in_phase
@@ -68,8 +69,8 @@ def add_stored_logits_loss(inner: ModelImplementation) -> ModelImplementation:
     """Return the implementation that trains as ``inner`` does, but towards a store."""
     return replace(
         inner,
-        build=partial(_build, StoredTeacher, inner),
-        batch=partial(_batch_with_entries, inner),
+        build=partial(_build, _losses, inner),
+        batch=partial(_batch, _specs_of_entries, inner),
         apply=partial(_apply, inner),
         loss=partial(_loss, inner),
         load_frozen=partial(_check_store, inner),
@@ -82,40 +83,44 @@ def save_top_tokens(inner: ModelImplementation) -> ModelImplementation:
     """Return the implementation that writes a store in place of training."""
     return replace(
         inner,
-        build=partial(_build, TopTokens, inner),
-        batch=partial(_batch_with_keys, inner),
+        build=partial(_build, _top_tokens, inner),
+        batch=partial(_batch, _specs_of_keys, inner),
         loss=_rows_to_save,
-        load_frozen=partial(_check_wrapper, TopTokens, "--logits-save-dir", inner),
+        load_frozen=partial(_check_stage, "--logits-save-dir", inner),
         wrap_dataset=lambda _config, dataset, num_trained: _MoreTensors(dataset, _keys),
         prepare_data=partial(_skip_saved_steps, inner),
         replace_training=save_logits,
     )
 
 
-class _LastStage(MegatronModule):
-    """Last pipeline stage of a model, ``module``, that computes something else than its loss."""
+class LastStage(MegatronModule):
+    """Last pipeline stage of a model, ``module``, whose output ``compute`` makes.
 
-    def __init__(self, model: LanguageModule, config: RunConfig) -> None:
+    It maps this stage, settings, final hidden states [s, b, h] and labels [b, s] to the output.
+    """
+
+    entries: tuple[Tensor, Tensor] | None = None  # [b, s, k] of the next micro-batch
+
+    def __init__(
+        self, model: LanguageModule, config: RunConfig, compute: Callable[..., Any]
+    ) -> None:
         super().__init__(model.config)
         self.module = model
-        self.kd = config.distillation
-        self.vocab_size = model.num_tokens or model.vocab_size
-        model.loss_runner = self.compute
+        model.loss_runner = partial(compute, self, config.distillation)
 
-    def compute(self, hidden: Tensor, labels: Tensor) -> Any:
-        """Map final hidden states [s, b, h] and labels [b, s] to the output of the stage."""
-        raise NotImplementedError
+    def expect(self, ids: Tensor, log_probs: Tensor) -> None:
+        """Set the entries [b, s, k] of the next micro-batch."""
+        self.entries = ids, log_probs
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Run the model."""
         return self.module(*inputs, **kwargs)
 
-    def _in_chunks(
+    def in_chunks(
         self, function: Callable[..., Any], hidden: Tensor, tokens: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Call ``function`` on logits [c, b, v/tp] and ``tokens``; see `map_chunks`."""
-        model = self.module
-        assert isinstance(model, LanguageModule)
+        model: Any = self.module
         weight = model.output_weight()
         return map_chunks(
             model,
@@ -125,69 +130,8 @@ class _LastStage(MegatronModule):
         )
 
 
-class StoredTeacher(_LastStage):
-    """Last stage of a student that compares itself with stored entries.
-
-    It returns the losses of each token [2, b, s]; in an evaluation [1, b, s].
-    """
-
-    _entries: tuple[Tensor, Tensor] | None = None
-
-    def expect(self, ids: Tensor, log_probs: Tensor) -> None:
-        """Set the entries [b, s, k] of the next micro-batch."""
-        self._entries = ids, log_probs
-
-    def compute(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        student = self.module
-        assert isinstance(student, LanguageModule)
-        entries = self._entries
-        self._entries = None
-        if not torch.is_grad_enabled():  # the store has no entries for an evaluation
-            return student.token_losses(hidden, labels).unsqueeze(0)
-        assert entries is not None, "apply() sets them"
-        learns = self.kd.logits_load_kd_loss_alpha < 1
-
-        def losses_of(logits: Tensor, labels: Tensor, ids: Tensor, log_probs: Tensor) -> Any:
-            kl = divergence_from_stored(
-                logits, ids, log_probs, tp_group=student.tp_group, vocab_size=self.vocab_size
-            )
-            return lm_losses(student, logits, labels, learns=learns), kl
-
-        return torch.stack(self._in_chunks(losses_of, hidden, [labels, *entries]))
-
-
-class TopTokens(_LastStage):
-    """Last stage of a teacher that returns its most probable tokens.
-
-    Their ids and log-probabilities [b, s, k]; those that are not kept are -inf.
-    """
-
-    def compute(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        kd = self.kd
-        k = top_k_of(kd.logits_save_top_k, self.vocab_size)
-        tp_group = self.module.tp_group
-
-        def top_of(logits: Tensor, _labels: Tensor) -> tuple[Tensor, ...]:
-            ids, log_probs = find_most_probable(
-                logits, k, tp_group=tp_group, vocab_size=self.vocab_size
-            )
-            if kd.logits_save_top_p is not None:
-                before = log_probs.exp().cumsum(-1) - log_probs.exp()
-                is_dropped = before >= kd.logits_save_top_p
-                is_dropped[..., : kd.logits_save_top_p_min_k] = False
-                log_probs = log_probs.masked_fill(is_dropped, float("-inf"))
-            return ids, log_probs
-
-        return self._in_chunks(top_of, hidden, [labels])
-
-
-def top_k_of(asked: int | None, vocab_size: int) -> int:
-    """Return the number of stored tokens: all of the vocabulary without --logits-save-top-k."""
-    return min(asked or vocab_size, vocab_size)
-
-
 def _build(
-    wrapper: type[_LastStage],
+    compute: Callable[..., Any],
     inner: ModelImplementation,
     config: RunConfig,
     *,
@@ -196,34 +140,78 @@ def _build(
 ) -> nn.Module:
     model = inner.build(config, post_process=post_process, **stage)
     assert isinstance(model, LanguageModule)
-    return wrapper(model, config) if post_process else model
+    return LastStage(model, config, compute) if post_process else model
 
 
-def _check_wrapper(
-    wrapper: type[_LastStage], flag: str, inner: ModelImplementation, run: Any
-) -> None:
-    """Raise ConfigError if the last stage of a program's own model has no ``wrapper``."""
+def _losses(
+    stage: LastStage, settings: DistillationConfig, hidden: Tensor, labels: Tensor
+) -> Tensor:
+    """Return the losses of each token [2, b, s]; in an evaluation [1, b, s]."""
+    student: Any = stage.module
+    entries = stage.entries
+    stage.entries = None
+    if not torch.is_grad_enabled():  # the store has no entries for an evaluation
+        return student.token_losses(hidden, labels)[None]  # type: ignore[no-any-return]
+    assert entries is not None, "apply() sets them"
+    learns = settings.logits_load_kd_loss_alpha < 1
+
+    def losses_of(logits: Tensor, labels: Tensor, ids: Tensor, log_probs: Tensor) -> Any:
+        kl = divergence_from_stored(
+            logits, ids, log_probs, tp_group=student.tp_group, vocab_size=_vocab_size(student)
+        )
+        return lm_losses(student, logits, labels, learns=learns), kl
+
+    return torch.stack(stage.in_chunks(losses_of, hidden, [labels, *entries]))
+
+
+def _top_tokens(
+    stage: LastStage, settings: DistillationConfig, hidden: Tensor, labels: Tensor
+) -> tuple[Tensor, ...]:
+    """Return ids and log-probabilities [b, s, k] of the most probable tokens, -inf for others."""
+    model: Any = stage.module
+    size = _vocab_size(model)
+    k = _top_k(settings, size)
+
+    def top_of(logits: Tensor, _labels: Tensor) -> tuple[Tensor, ...]:
+        ids, log_probs = find_most_probable(logits, k, tp_group=model.tp_group, vocab_size=size)
+        if settings.logits_save_top_p is not None:
+            before = log_probs.exp().cumsum(-1) - log_probs.exp()
+            is_dropped = before >= settings.logits_save_top_p
+            is_dropped[..., : settings.logits_save_top_p_min_k] = False
+            log_probs = log_probs.masked_fill(is_dropped, float("-inf"))
+        return ids, log_probs
+
+    return stage.in_chunks(top_of, hidden, [labels])
+
+
+def _vocab_size(model: LanguageModule) -> int:
+    return model.num_tokens or model.vocab_size
+
+
+def _top_k(settings: DistillationConfig, vocab_size: int) -> int:
+    """Return the number of stored tokens: all of the vocabulary without --logits-save-top-k."""
+    return min(settings.logits_save_top_k or vocab_size, vocab_size)
+
+
+def _check_stage(flag: str, inner: ModelImplementation, run: Any) -> None:
+    """Raise ConfigError if the last stage of a program's own model is none of ours."""
     inner.load_frozen(run)
     last = run.placement.num_stages - 1
     chunks = zip(run.model_chunks, run.stages, strict=True)
-    require_wrapper([chunk for chunk, stage in chunks if stage == last], wrapper, flag)
+    require_wrapper([chunk for chunk, stage in chunks if stage == last], LastStage, flag)
 
 
 def _check_store(inner: ModelImplementation, run: Any) -> None:
     """Raise DataError if the store is of another vocabulary or sequence length than ``run``."""
-    _check_wrapper(StoredTeacher, "--logits-load-dir", inner, run)
+    _check_stage("--logits-load-dir", inner, run)
     folder = run.config.distillation.logits_load_dir
     settings = _settings(folder)
-    size = run.tokenizer.vocab_size
-    if settings.seq_length != run.config.data.seq_length:
+    found = settings.seq_length, settings.vocab_size
+    wanted = run.config.data.seq_length, run.tokenizer.vocab_size
+    if found != wanted:
         raise DataError(
-            f"--logits-load-dir {folder}: the store has sequences of {settings.seq_length} tokens, "
-            f"--seq-length is {run.config.data.seq_length}: give that of the store"
-        )
-    if settings.vocab_size != size:
-        raise DataError(
-            f"--logits-load-dir {folder}: the store has a vocabulary of {settings.vocab_size} "
-            f"tokens, this run one of {size}: teacher and student need one tokenizer"
+            f"--logits-load-dir {folder}: --seq-length and vocabulary of the store are {found}, of "
+            f"this run {wanted}: give the --seq-length and the tokenizer of the store"
         )
 
 
@@ -233,29 +221,31 @@ def _apply(inner: ModelImplementation, model: nn.Module, batch: Batch) -> Any:
     return inner.apply(model, batch)
 
 
-def _batch_with_entries(
-    inner: ModelImplementation, config: RunConfig, stage: int, num_stages: int
+def _batch(
+    specs_of: Callable[[RunConfig], dict[str, TensorSpec]],
+    inner: ModelImplementation,
+    config: RunConfig,
+    stage: int,
+    num_stages: int,
 ) -> BatchTable:
+    specs = specs_of(config)
+    more = specs if stage == num_stages - 1 else dict.fromkeys(specs)
+    return {**inner.batch(config, stage, num_stages), **more}
+
+
+def _specs_of_entries(config: RunConfig) -> dict[str, TensorSpec]:
     top_k = _settings(config.distillation.logits_load_dir).top_k
     shape = config.training.micro_batch_size, config.data.seq_length, top_k
-    ids = TensorSpec(torch.int32, shape)
-    log_probs = TensorSpec(torch.float32, shape)
-    is_last = stage == num_stages - 1
-    more = {_IDS: ids if is_last else None, _LOG_PROBS: log_probs if is_last else None}
-    return {**inner.batch(config, stage, num_stages), **more}
+    return {_IDS: TensorSpec(torch.int32, shape), _LOG_PROBS: TensorSpec(torch.float32, shape)}
 
 
-def _batch_with_keys(
-    inner: ModelImplementation, config: RunConfig, stage: int, num_stages: int
-) -> BatchTable:
+def _specs_of_keys(config: RunConfig) -> dict[str, TensorSpec]:
     spec = TensorSpec(torch.int64, (config.training.micro_batch_size, config.data.seq_length))
-    more = dict.fromkeys((_INDEX, _CHECKSUM), spec if stage == num_stages - 1 else None)
-    return {**inner.batch(config, stage, num_stages), **more}
+    return dict.fromkeys((_INDEX, _CHECKSUM), spec)
 
 
 @cache
-def _settings(folder: str | None) -> StoreSettings:
-    assert folder is not None, "the run reads a store"
+def _settings(folder: str) -> StoreSettings:
     return read_settings(folder, "--logits-load-dir")
 
 
@@ -345,20 +335,18 @@ def _with_entries(config: RunConfig, dataset: Any, *, num_trained: int) -> Any:
 
     Samples that are not trained on have none: a data loader may read ahead.
     """
-    kd = config.distillation
-    settings = _settings(kd.logits_load_dir)
-    if not num_trained:
-        return _MoreTensors(dataset, partial(_entries, settings, None, range(0)))
-    store = LogitsStore(kd.logits_load_dir or "")
-    trained = range(num_trained)
-    missing = next((i for i in trained if i not in store), None)
-    if missing is not None and not kd.logits_load_ignore_errors:
+    folder = config.distillation.logits_load_dir or ""
+    store = LogitsStore(folder) if num_trained else None
+    wrapped = _MoreTensors(dataset, partial(_entries, _settings(folder), store, num_trained))
+    if store is None:
+        return wrapped
+    missing = next((i for i in range(num_trained) if i not in store), None)
+    if missing is not None and not config.distillation.logits_load_ignore_errors:
         raise DataError(
-            f"--logits-load-dir {kd.logits_load_dir}: the store has {len(store)} samples and not "
-            f"sample {missing}, the run trains on {num_trained}: save the store with the data, the "
-            "seed and the number of samples of this run"
+            f"--logits-load-dir {folder}: the store has {len(store)} samples and not sample "
+            f"{missing}, the run trains on {num_trained}: save the store with the data, the seed "
+            "and the number of samples of this run"
         )
-    wrapped = _MoreTensors(dataset, partial(_entries, settings, store, trained))
     wrapped[0]  # other data is refused here, and not in a worker of the data loader
     return wrapped
 
@@ -366,22 +354,37 @@ def _with_entries(config: RunConfig, dataset: Any, *, num_trained: int) -> Any:
 def _entries(
     settings: StoreSettings,
     store: LogitsStore | None,
-    trained: range,
+    num_trained: int,
     index: int | None,
     sample: dict[str, Any],
 ) -> dict[str, Any]:
     found = no_entries(settings)
-    if store is not None and index is not None and index in trained and index in store:
+    if store is not None and index is not None and index < num_trained and index in store:
         found = store.entries(index, checksum_of(sample))
     return dict(zip((_IDS, _LOG_PROBS), found, strict=True))
 
 
 def _skip_saved_steps(inner: ModelImplementation, run: ModelRun, config: Any) -> dict[str, Any]:
     """Create the store, and skip the steps whose samples it has.  Collective over all ranks."""
-    world = run.groups.world
-    folder = _store_folder(run)
-    known = all_or_none(partial(_known_steps, run, folder), str(folder), world)
-    run.state.iteration, run.state.consumed_train_samples = broadcast_json(known, world)
+    folder = Path(run.config.distillation.logits_save_dir or "")
+
+    def known() -> list[int]:
+        """Return the number of steps, and of samples, that the store has completely; on rank 0."""
+        steps = 0
+        samples = 0
+        if run.is_rank_0:
+            prepare_store(folder, _settings_to_save(run))
+            store = LogitsStore(str(folder), "--logits-save-dir")
+            while steps < run.train_iters:
+                end = samples + run.batches.global_batch_size(samples)
+                if not all(index in store for index in range(samples, end)):
+                    break
+                steps = steps + 1
+                samples = end
+        return [steps, samples]
+
+    found = broadcast_json(all_or_none(known, str(folder), run.groups.world), run.groups.world)
+    run.state.iteration, run.state.consumed_train_samples = found
     if run.state.iteration:
         print_rank_0(
             f"  {folder} has the samples of {run.state.iteration} steps: continuing after them"
@@ -389,36 +392,11 @@ def _skip_saved_steps(inner: ModelImplementation, run: ModelRun, config: Any) ->
     return {} if inner.prepare_data is None else inner.prepare_data(run, config)
 
 
-def _known_steps(run: ModelRun, folder: Path) -> list[int]:
-    """Return the number of steps, and of samples, that the store has completely; on rank 0."""
-    if run.groups.world.rank():
-        return [0, 0]
-    prepare_store(folder, _store_settings(run))
-    store = LogitsStore(str(folder), "--logits-save-dir")
-    steps = 0
-    samples = 0
-    while steps < run.train_iters:
-        size = run.batches.global_batch_size(samples)
-        if not all(index in store for index in range(samples, samples + size)):
-            break
-        steps = steps + 1
-        samples = samples + size
-    return [steps, samples]
-
-
-def _store_folder(run: ModelRun) -> Path:
-    folder = run.config.distillation.logits_save_dir
-    assert folder is not None, "the run saves a store"
-    return Path(folder)
-
-
-def _store_settings(run: ModelRun) -> StoreSettings:
-    kd = run.config.distillation
+def _settings_to_save(run: ModelRun) -> StoreSettings:
+    size = run.tokenizer.vocab_size
+    asked = run.config.distillation
     return StoreSettings(
-        vocab_size=run.tokenizer.vocab_size,
-        seq_length=run.config.data.seq_length,
-        top_k=top_k_of(kd.logits_save_top_k, run.tokenizer.vocab_size),
-        dtype=kd.logits_save_dtype,
+        size, run.config.data.seq_length, _top_k(asked, size), asked.logits_save_dtype
     )
 
 
@@ -427,13 +405,20 @@ def save_logits(run: ModelRun) -> None:
     """Run all training steps forward and write the store.  Collective over all ranks."""
     for chunk in run.model_chunks:
         chunk.eval()
+    groups = run.groups
+    folder = Path(run.config.distillation.logits_save_dir or "")
+    settings = _settings_to_save(run)
     rows: list[StoredRows] = []
-    settings = _store_settings(run)
     # On one rank, at most: the same on all ranks.
-    samples = run.batches.global_batch_size_wanted // run.groups.dp.size()
+    samples = run.batches.global_batch_size_wanted // groups.dp.size()
     bytes_of_step = samples * settings.seq_length * settings.top_k * _ENTRY_BYTES
     first = run.state.iteration + 1
     began_s = time.monotonic()
+
+    def write() -> None:
+        if run.has_loss and groups.tp.rank() == 0 and groups.cp.rank() == 0:
+            write_rows(folder, rows, settings.dtype, (first, step), groups.dp.rank())
+
     while not run.finished():
         consumed = run.state.consumed_train_samples
         with torch.no_grad():
@@ -448,8 +433,7 @@ def save_logits(run: ModelRun) -> None:
         run.state.consumed_train_samples += run.batches.global_batch_size(consumed)
         step = run.state.iteration
         if run.finished() or (step - first + 1) * bytes_of_step >= _FILE_BYTES:
-            save = partial(_write_store, run, rows, settings.dtype, (first, step))
-            all_or_none(save, str(_store_folder(run)), run.groups.world)
+            all_or_none(write, str(folder), groups.world)
             rows = []
             first = step + 1
         if step % run.config.logging.log_interval == 0 or run.finished():
@@ -458,9 +442,3 @@ def save_logits(run: ModelRun) -> None:
                 f"{run.state.consumed_train_samples} samples | elapsed time (s): "
                 f"{time.monotonic() - began_s:.1f}"
             )
-
-
-def _write_store(run: ModelRun, rows: list[StoredRows], dtype: str, steps: tuple[int, int]) -> None:
-    groups = run.groups
-    if run.has_loss and groups.tp.rank() == 0 and groups.cp.rank() == 0:
-        write_rows(_store_folder(run), rows, dtype, steps, groups.dp.rank())

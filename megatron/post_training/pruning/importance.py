@@ -32,7 +32,6 @@ HIDDEN = "hidden"
 LAYER = "layer"
 HEADS = "heads"
 FFN = "ffn"
-SHARED = "shared_ffn"
 EXPERTS = "experts"
 Scores = dict[str, list[float]]
 
@@ -48,8 +47,7 @@ class Importance:
     def __init__(self, models: Iterable[GPTModel], groups: ProcessGroupCollection) -> None:
         self.groups = groups
         self._sums: dict[str, Tensor] = {}
-        self._is_sharded: dict[str, bool] = {}  # over tp: scores of this rank's heads and neurons
-        self._handles: list[Any] = []
+        self._sharded: set[str] = set()  # over tp: scores of this rank's heads and neurons
         self.sequence_parallel = False
         for model in models:
             decoder = model.decoder
@@ -59,18 +57,13 @@ class Importance:
             for index, layer in zip(decoder.layer_range, decoder.layers, strict=True):
                 self._hook_layer(index, layer)
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
     def gather(self) -> Scores:
         """Return the scores of the complete model, on every rank.  Collective over all ranks."""
         tp = self.groups.tp
         world = self.groups.world
         mine: Scores = {}
         for name, total in self._sums.items():
-            if self._is_sharded[name]:
+            if name in self._sharded:
                 total = all_gather_first_dim(total, tp)
             elif self.sequence_parallel:  # each rank has the sums over its part of the sequence
                 total = all_reduce(total, tp)
@@ -97,15 +90,13 @@ class Importance:
             self._add(key(index, EXPERTS), total[:-1])
 
         self._after(layer, add_layer)
-        config: Any = layer.config
-        norms = partial(_norms_of_heads, config.kv_channels)
         for name, module in layer.named_modules():
             if name in ("input_layernorm", "pre_mlp_layernorm"):
                 self._after(module, self._add_channels)
             elif name == "self_attention.linear_proj":
-                self._before(module, index, HEADS, norms)
-            elif name in ("mlp.linear_fc2", "mlp.shared_experts.linear_fc2"):
-                self._before(module, index, SHARED if "shared" in name else FFN, _absolute)
+                self._before(module, key(index, HEADS), partial(_norms_of_heads, layer.config))
+            elif name == "mlp.linear_fc2":
+                self._before(module, key(index, FFN), _absolute)
             elif name == "mlp.router":
                 self._after(module, add_experts)
 
@@ -114,22 +105,15 @@ class Importance:
         self._add(HIDDEN, _absolute(normed))
 
     def _after(self, module: nn.Module, add: Callable[[Any, Any], None]) -> None:
-        self._handles.append(module.register_forward_hook(lambda _m, x, y: add(x, y)))
+        module.register_forward_hook(lambda _m, x, y: add(x, y))
 
-    def _before(
-        self, module: nn.Module, index: int, part: str, score: Callable[[Tensor], Tensor]
-    ) -> None:
+    def _before(self, module: nn.Module, name: str, score: Callable[[Tensor], Tensor]) -> None:
         """Add the scores of the input of ``module``, which is sharded over tp."""
-        self._handles.append(
-            module.register_forward_pre_hook(
-                lambda _m, x: self._add(key(index, part), score(x[0]), is_sharded=True)
-            )
-        )
+        self._sharded.add(name)
+        module.register_forward_pre_hook(lambda _m, x: self._add(name, score(x[0])))
 
-    def _add(self, name: str, values: Tensor, *, is_sharded: bool = False) -> None:
-        values = values.double()
-        self._sums[name] = self._sums[name] + values if name in self._sums else values
-        self._is_sharded[name] = is_sharded
+    def _add(self, name: str, values: Tensor) -> None:
+        self._sums[name] = self._sums.get(name, 0) + values.double()
 
 
 def _absolute(x: Tensor) -> Tensor:
@@ -137,8 +121,7 @@ def _absolute(x: Tensor) -> Tensor:
     return x.float().abs().flatten(0, -2).sum(0, dtype=torch.float64)
 
 
-def _norms_of_heads(width: int, x: Tensor) -> Tensor:
+def _norms_of_heads(config: Any, x: Tensor) -> Tensor:
     """Return the sum over tokens of the norm of each head's output: [s, b, n d] -> [n]."""
-    heads: Tensor = x.float().unflatten(-1, (-1, width))
-    norms: Tensor = heads.norm(dim=-1)
+    norms: Tensor = x.float().unflatten(-1, (-1, config.kv_channels)).norm(dim=-1)
     return norms.flatten(0, -2).sum(0, dtype=torch.float64)

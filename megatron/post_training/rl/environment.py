@@ -25,20 +25,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from megatron.core.config.errors import ConfigError, DataError, MegatronError
-from megatron.core.datasets.conversations import Rows, messages_of, open_rows, tools_of
+from megatron.core.datasets.conversations import messages_of, open_rows, tools_of
 from megatron.core.text_files import parse_yaml, read_text
 from megatron.training.process.user_code import find_user_object
 from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
 
-_FLAG = "--langrl-env-config"
-LARGEST_WEIGHT = 1e100  # the sum of all is finite
+_LARGEST_WEIGHT = 1e100  # the sum of all is finite
 _KEYS = {"agent_type", "agent_args", "weight", "evaluation_only"}
 
 # A text, or an object whose entry ``prompt`` is a text or a list of messages (and ``tools``); its
@@ -46,13 +45,6 @@ _KEYS = {"agent_type", "agent_args", "weight", "evaluation_only"}
 Prompt: TypeAlias = "str | Mapping[str, Any]"
 _WHAT = "agent_args: functions"
 _LONGEST_WAIT_S = 30.0
-
-
-class Prompts(Protocol):
-    """A sequence of prompts."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, i: int, /) -> Prompt: ...
 
 
 class Environment(ABC):
@@ -64,7 +56,7 @@ class Environment(ABC):
     """
 
     num_threads = 1
-    prompts: Prompts
+    prompts: Any  # with len() and []
 
     @abstractmethod
     def reward(self, prompt: Prompt, answer: str) -> float:
@@ -74,15 +66,11 @@ class Environment(ABC):
 class FileEnvironment(Environment):
     """Environment whose prompts are the rows of a jsonl or parquet file, or a `datasets` folder."""
 
-    def __init__(self, prompts: str) -> None:
-        self.prompts: Rows = open_rows(prompts)
-
-
-def check_threads(num_threads: object) -> int:
-    """Return ``num_threads`` of an environment.  Raises ConfigError for other than 1 or more."""
-    if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
-        raise ConfigError(f"agent_args: num_threads {num_threads!r:.80}: give a number above 0")
-    return num_threads
+    def __init__(self, prompts: str, num_threads: int = 1) -> None:
+        self.prompts = open_rows(prompts)
+        if type(num_threads) is not int or num_threads < 1:
+            raise ConfigError(f"agent_args: num_threads {num_threads!r:.80}: give a number above 0")
+        self.num_threads = num_threads
 
 
 @dataclass(frozen=True)
@@ -127,10 +115,9 @@ class Task:
         except (TypeError, ValueError):
             value = math.nan
         if not math.isfinite(value):
-            name = type(self.environment).__name__
             raise DataError(
-                f"{name}: the reward of the answer {answer!r} to the prompt {self.prompt!r} is "
-                f"{found!r}: return a finite number"
+                f"{type(self.environment).__name__}: the reward of the answer {answer!r} to the "
+                f"prompt {self.prompt!r} is {found!r}: return a finite number"
             )
         return value
 
@@ -191,15 +178,13 @@ class Environments:
 
 def open_environments(path: str, seed: int) -> Environments:
     """Build the environments that the file ``path`` lists.  Raises ConfigError."""
-    what = f"{_FLAG} {path}"
-    trained: list[tuple[Environment, float]] = []
-    held_out = []
-    for i, entry in enumerate(_entries(path)):
-        environment, weight = _open_environment(entry, f"{what}: entry {i}")
-        if entry.get("evaluation_only", False):
-            held_out.append(environment)
-        else:
-            trained.append((environment, weight))
+    what = f"--langrl-env-config {path}"
+    entries = parse_yaml(read_text(path, what, ConfigError, "a YAML file"), what, ConfigError)
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{what}: write a list of environments, each with agent_type")
+    found = [_open_environment(e, f"{what}: entry {i}") for i, e in enumerate(entries)]
+    trained = [(environment, weight) for environment, weight in found if weight]
+    held_out = [environment for environment, weight in found if not weight]
     if not trained:
         raise ConfigError(f"{what}: all environments have evaluation_only: give one to train on")
     total = sum(weight for _, weight in trained)
@@ -207,27 +192,41 @@ def open_environments(path: str, seed: int) -> Environments:
     return Environments(shares, seed, held_out)
 
 
-def check_classes(path: str) -> None:
-    """Import the classes that the file ``path`` lists, without building an environment.
+def _open_environment(entry: Any, what: str) -> tuple[Environment, float]:
+    """Return the environment of an entry and its weight; 0 for evaluations only."""
+    if not isinstance(entry, dict) or "agent_type" not in entry or entry.keys() - _KEYS:
+        raise ConfigError(
+            f"{what} is {entry!r}: give agent_type, and agent_args, weight and evaluation_only at "
+            "most"
+        )
+    name = str(entry["agent_type"])
+    arguments = entry.get("agent_args")
+    weight = entry.get("weight", 1.0)
+    is_held_out = entry.get("evaluation_only", False)
+    for key, fits, wanted in (
+        ("weight", _is_number(weight) and weight > 0, "a number above 0"),
+        ("evaluation_only", isinstance(is_held_out, bool), "true or false"),
+        ("agent_args", isinstance(arguments, dict | None), "an object of arguments"),
+    ):
+        if not fits:
+            raise ConfigError(f"{what}: {key} {entry[key]!r:.80}: give {wanted}")
+    built_in = {"functions": FunctionEnvironment, "http": HttpEnvironment}
+    made = built_in.get(name) or _class_of(name, what)
+    try:
+        environment = made(**(arguments or {}))
+    except TypeError as error:
+        raise ConfigError(f"{what}: agent_args: {error}; correct the arguments") from None
+    if not hasattr(environment, "prompts"):
+        raise ConfigError(f"{what}: {name} has no attribute prompts: set it in __init__()")
+    if not len(environment.prompts):
+        raise ConfigError(f"{what}: {name} has no prompts: give at least one")
+    return environment, 0.0 if is_held_out else float(weight)
 
-    Raises ConfigError if one cannot be built.
-    """
-    for i, entry in enumerate(_entries(path)):
-        name = entry.get("agent_type") if isinstance(entry, dict) else None
-        if isinstance(name, str) and (":" in name or "." in name):  # others are built in
-            _class_of(name, f"{_FLAG} {path}: entry {i}")
 
-
-def _entries(path: str) -> list[Any]:
-    what = f"{_FLAG} {path}"
-    entries = parse_yaml(read_text(path, what, ConfigError, "a YAML file"), what, ConfigError)
-    if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{what}: write a list of environments, each with agent_type")
-    return entries
-
-
-def _class_of(name: str, what: str) -> type[Environment]:
-    made = find_user_object(_path(name), f"{what}: agent_type")
+def _class_of(name: str, what: str) -> Any:
+    # MODULE:NAME may be written MODULE.NAME, as Megatron-LM does.
+    path = name if ":" in name else ":".join(name.rsplit(".", 1))
+    made = find_user_object(path, f"{what}: agent_type")
     if not (isinstance(made, type) and issubclass(made, Environment)):
         raise ConfigError(
             f"{what}: agent_type {name} is no class that derives from "
@@ -238,39 +237,9 @@ def _class_of(name: str, what: str) -> type[Environment]:
     return made
 
 
-def _open_environment(entry: object, what: str) -> tuple[Environment, float]:
-    if not isinstance(entry, dict) or "agent_type" not in entry or entry.keys() - _KEYS:
-        raise ConfigError(
-            f"{what} is {entry!r}: give agent_type, and agent_args, weight and evaluation_only at "
-            "most"
-        )
-    name = entry["agent_type"]
-    arguments = entry.get("agent_args")
-    weight = entry.get("weight", 1.0)
-    if not isinstance(weight, int | float) or not 0 < weight <= LARGEST_WEIGHT:
-        raise ConfigError(f"{what}: weight {weight!r:.80}: give a number above 0")
-    if not isinstance(entry.get("evaluation_only", False), bool):
-        raise ConfigError(
-            f"{what}: evaluation_only {entry['evaluation_only']!r}: give true or false"
-        )
-    if not isinstance(arguments, dict | None):
-        raise ConfigError(f"{what}: agent_args {arguments!r}: give an object of arguments")
-    made = _BUILT_IN.get(str(name)) or _class_of(str(name), what)
-    try:
-        environment = made(**(arguments or {}))
-    except TypeError as error:
-        raise ConfigError(f"{what}: agent_args: {error}; correct the arguments") from None
-    if not hasattr(environment, "prompts"):
-        raise ConfigError(f"{what}: {name} has no attribute prompts: set it in __init__()")
-    if not len(environment.prompts):
-        raise ConfigError(f"{what}: {name} has no prompts: give at least one")
-    return environment, float(weight)
-
-
-def _path(name: str) -> str:
-    """Return MODULE:NAME of a path that may be written MODULE.NAME, as Megatron-LM does."""
-    module, _, attribute = name.rpartition(".")
-    return name if ":" in name or not module else f"{module}:{attribute}"
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= _LARGEST_WEIGHT
 
 
 class FunctionEnvironment(FileEnvironment):
@@ -285,15 +254,15 @@ class FunctionEnvironment(FileEnvironment):
         prompts: str,
         num_threads: int = 1,
     ) -> None:
-        super().__init__(prompts)
-        self.num_threads = check_threads(num_threads)
+        super().__init__(prompts, num_threads)
         names = [functions] if isinstance(functions, str) else functions
         weights = names if isinstance(names, Mapping) else dict.fromkeys(names, 1.0)
         if not weights:
             raise ConfigError(f"{_WHAT} is empty: name at least one function")
-        self._functions = [
-            (_find_function(name), _check_weight(name, w)) for name, w in weights.items()
-        ]
+        for name, weight in weights.items():
+            if not _is_number(weight):
+                raise ConfigError(f"{_WHAT} {name}: its weight is {weight!r:.80}: give a number")
+        self._functions = [(_find_function(name), weight) for name, weight in weights.items()]
 
     def reward(self, prompt: Prompt, answer: str) -> float:
         """Return the weighted sum.  A function that returns None has no part in it, as in TRL."""
@@ -335,13 +304,6 @@ def _find_function(name: object) -> Callable[[Prompt, str], float | None]:
     return reward
 
 
-def _check_weight(name: str, weight: float) -> float:
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not is_number or not abs(weight) <= LARGEST_WEIGHT:
-        raise ConfigError(f"{_WHAT} {name}: its weight is {weight!r:.80}: give a number")
-    return float(weight)
-
-
 class RewardServiceError(MegatronError, RuntimeError):
     """The service did not return a reward."""
 
@@ -364,57 +326,33 @@ class HttpEnvironment(FileEnvironment):
     ) -> None:
         if urlsplit(url).scheme not in ("http", "https"):
             raise ConfigError(f"url {url!r}: give an address that begins with http:// or https://")
-        super().__init__(prompts)
+        super().__init__(prompts, num_threads)
         self._url = url
         self._timeout_s = timeout_s
         self._retries = retries
         self._wait_s = wait_s
-        self.num_threads = check_threads(num_threads)
 
     def reward(self, prompt: Prompt, answer: str) -> float:
         body = json.dumps({"prompt": prompt, "answer": answer}).encode()
+        header = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url, body, header)
         for attempt in range(self._retries + 1):
+            if attempt:
+                time.sleep(min(self._wait_s * 2 ** (attempt - 1), _LONGEST_WAIT_S))
             try:
-                return self._asked(body)
-            except _TryAgain as error:
-                problem = error
-            if attempt < self._retries:
-                time.sleep(min(self._wait_s * 2**attempt, _LONGEST_WAIT_S))
+                with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+                    text = response.read()
+                return float(json.loads(text)["reward"])
+            except urllib.error.HTTPError as error:
+                problem = f"status {error.code} {error.reason}"
+                if error.code != 429 and error.code < 500:
+                    break
+            except (OSError, HTTPException) as error:
+                problem = f"{type(error).__name__}: {error}"
+            except (KeyError, TypeError, ValueError):
+                problem = f'the answer {text[:200]!r}, which is not {{"reward": number}}'
+                break
         raise RewardServiceError(
-            f"the reward service {self._url} has failed {self._retries + 1} times, the last time "
-            f"with: {problem}; start it, or raise retries or timeout_s in agent_args"
+            f"the reward service {self._url} has failed after {attempt + 1} requests with "
+            f"{problem}: start it, correct url, or raise retries or timeout_s in agent_args"
         )
-
-    def _asked(self, body: bytes) -> float:
-        request = urllib.request.Request(
-            self._url, data=body, headers={"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                text = response.read()
-        except urllib.error.HTTPError as error:
-            status = f"status {error.code} {error.reason}"
-            if error.code == 429 or error.code >= 500:
-                raise _TryAgain(status) from None
-            raise RewardServiceError(
-                f"the reward service {self._url} refuses a request with {status}: correct url"
-            ) from None
-        except (OSError, HTTPException) as error:
-            raise _TryAgain(f"{type(error).__name__}: {error}") from None
-        try:
-            return float(json.loads(text)["reward"])
-        except (KeyError, TypeError, ValueError):
-            raise RewardServiceError(
-                f"the reward service {self._url} returned {text[:200]!r}: it must return "
-                '{"reward": number}'
-            ) from None
-
-
-class _TryAgain(Exception):
-    """A request failed in a way that may pass."""
-
-
-_BUILT_IN: Mapping[str, type[Environment]] = {
-    "functions": FunctionEnvironment,
-    "http": HttpEnvironment,
-}

@@ -28,7 +28,6 @@ from megatron.core.tensor_parallel.cross_entropy import (
     at_least_float32,
     vocab_parallel_cross_entropy,
 )
-from megatron.post_training.rl.environment import check_classes
 from megatron.post_training.sft.objective import apply_rows
 from megatron.training.config.rl import RLConfig
 from megatron.training.config.run import RunConfig
@@ -137,12 +136,6 @@ def _no_data(config: RunConfig, **common: Any) -> NoReturn:
     )
 
 
-def _check_environments(run: Any) -> None:
-    """Raise ConfigError for a wrong class of an environment before weights are loaded."""
-    if run.is_rank_0:
-        check_classes(run.config.rl.langrl_env_config)
-
-
 class TokenScores(NamedTuple):
     """Log-probabilities of the labels, and entropy of the predictions: [b, s] in float32."""
 
@@ -208,5 +201,4 @@ GRPO = replace(
     batch=grpo_batch,
     apply=apply_rows,
     loss=grpo_loss,
-    load_frozen=_check_environments,
 )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,21 +27,14 @@ from megatron.core.inference.paged_engine.request import (
 )
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server import engine_link
-from megatron.inference.server.engine_link import (
-    EngineDied,
-    EngineInfo,
-    EngineLoop,
-    LineBuffer,
-    ProtocolError,
-)
+from megatron.inference.server.engine_link import EngineClient, EngineInfo, EngineLoop
 from megatron.inference.server.fields import ApiError, as_api_error, parse_json
-from megatron.inference.server.front_end import watch_engine
 from megatron.inference.server.generation import Generation, GenerationRequest
 from megatron.inference.server.megatron_api import answer_api
 from megatron.inference.server.model import Model
-from megatron.inference.server.openai_api import LogProbTable
+from megatron.inference.server.openai_api import log_prob_table
 from megatron.inference.server.openai_fields import ToolCallParser
-from megatron.inference.text import PlacedToken, TextRules
+from megatron.inference.text import TextRules
 from megatron.training.tokenizer import TokenizerSpec
 from tests.support.fake_engine import FakeEngine
 
@@ -60,7 +53,7 @@ REQUEST = Request(
 
 def test_a_request_is_the_same_on_the_other_side():
     line = engine_link.encode("add", request=engine_link.request_to_json(REQUEST))
-    found = engine_link.request_from_json(engine_link.decode(line)["request"])
+    found = engine_link.request_from_json(json.loads(line)["request"])
     assert vars(found) == vars(REQUEST)
 
 
@@ -69,7 +62,7 @@ def test_images_are_the_same_on_the_other_side():
     image = PromptImage(pixels, 6, (1, 2, 30, 20))
     request = Request("r1", [5, *image.ids], PARAMS, images=(image,))
     line = engine_link.encode("add", request=engine_link.request_to_json(request))
-    found = engine_link.request_from_json(engine_link.decode(line)["request"])
+    found = engine_link.request_from_json(json.loads(line)["request"])
     assert found.prompt == request.prompt == [5, *found.images[0].ids]
     assert found.images[0].pixels.tobytes() == pixels.tobytes()
     assert found.images[0].size == (1, 2, 30, 20)
@@ -82,68 +75,40 @@ def test_an_output_is_the_same_on_the_other_side():
         RequestOutput("a", (token,), (token, token), "stop", 5, 2, "why", (beam,)),
         RequestOutput("b"),
     ):
-        line = engine_link.encode("outputs", items=[output.to_json()])
-        assert RequestOutput.from_json(engine_link.decode(line)["items"][0]) == output
+        line = engine_link.encode("output", item=output.to_json())
+        assert RequestOutput.from_json(json.loads(line)["item"]) == output
 
 
-def test_another_version_is_refused():
-    hello = engine_link.decode(engine_link.hello_line(INFO))
-    assert engine_link.read_hello(hello) == INFO
-    with pytest.raises(ProtocolError, match="version 99"):
-        engine_link.read_hello({**hello, "version": 99})
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_lines_are_found_in_parts_of_any_size(size):
-    data = b"one\n\ntwo\nthree"
-    buffer = LineBuffer()
-    lines = [line for at in range(0, len(data), size) for line in buffer.add(data[at : at + size])]
-    assert lines == [b"one", b"", b"two"]
-
-
-def test_a_message_without_an_end_is_refused(monkeypatch):
-    monkeypatch.setattr(engine_link, "MAX_BYTES", 100)
-    buffer = LineBuffer()
-    buffer.add(b"a" * 90)
-    with pytest.raises(ProtocolError, match="more than 100"):
-        buffer.add(b"a" * 20)
-    with pytest.raises(ProtocolError, match="at most 100"):
-        engine_link.encode("add", text="a" * 200)
-
-
-@pytest.mark.parametrize("line", [b"{", b"[]", b"{}", b'{"type": 5}', b"[" * 100_000, b"\xff"])
-def test_a_line_that_is_no_message_is_refused(line):
-    with pytest.raises(ProtocolError):
-        engine_link.decode(line)
-
-
-def _run(lines: list[bytes], **options) -> tuple[list[dict], FakeEngine]:
+def _run(lines: list[bytes], part: int = 1 << 20) -> tuple[list[dict], FakeEngine]:
     """Give a loop some messages and the end of the socket; return what it sends."""
     ours, its = socket.socketpair()
     engine = FakeEngine(INFO)
     with ours, its:
         ours.sendall(b"".join(lines))
         ours.shutdown(socket.SHUT_WR)
-        try:
-            EngineLoop(engine, its, INFO, **options).run()
-        finally:
-            its.shutdown(socket.SHUT_WR)
-            received = b"".join(iter(lambda: ours.recv(1 << 16), b""))
+        with mock.patch.object(engine_link, "_READ_BYTES", part):
+            EngineLoop(engine, its, INFO).run()
+        its.shutdown(socket.SHUT_WR)
+        received = b"".join(iter(lambda: ours.recv(1 << 16), b""))
     return [json.loads(line) for line in received.splitlines()], engine
 
 
-def test_the_loop_answers_each_message():
-    plain = Request("r1", [5, 6], PARAMS)
+@pytest.mark.parametrize("part", [1, 7, 1000])
+def test_the_loop_answers_each_message(part):
+    plain = Request("r1", [5, 6], replace(PARAMS, num_tokens_to_generate=99, ignore_eos=True))
     found, engine = _run(
         [
             engine_link.encode("ping", call=1),
             engine_link.encode("add", request=engine_link.request_to_json(plain)),
-            engine_link.encode("stats", call=2),
             engine_link.encode("abort", id="unknown"),
-        ]
+            engine_link.encode("stats", call=2),
+        ],
+        part,
     )
-    assert [message["type"] for message in found[:4]] == ["hello", "pong", "accepted", "stats"]
-    assert found[3]["values"]["num_running"] == 1
+    answers = [m for m in found if m["type"] != "output"]
+    assert sorted(m["type"] for m in answers) == ["accepted", "answer", "answer", "hello"]
+    assert [m["call"] for m in answers if m["type"] == "answer"] == [1, 2]
+    assert "num_running" in next(m for m in answers if m.get("call") == 2)
     assert not engine.open  # the front end has ended
 
 
@@ -152,7 +117,7 @@ def test_a_request_waits_for_its_grammar_while_others_are_added(monkeypatch):
 
     def prepare(engine, request: Request) -> bool:
         questions.append(request.request_id)
-        return request.grammar is None or questions.count(request.request_id) == 4
+        return request.grammar is None or "r1" in questions
 
     monkeypatch.setattr(FakeEngine, "prepare", prepare)
     slow = Request("slow", [5], PARAMS, grammar=("regex", "a+"))
@@ -167,32 +132,12 @@ def test_a_request_waits_for_its_grammar_while_others_are_added(monkeypatch):
             engine_link.encode(
                 "add", request=engine_link.request_to_json(Request("r1", [5], PARAMS))
             ),
-        ]
+            *(engine_link.encode("ping", call=i) for i in range(9)),
+        ],
+        part=64,
     )
     assert [m["id"] for m in found if m["type"] == "accepted"] == ["r1", "slow"]
     assert engine.num_added == 2
-
-
-def test_long_outputs_of_a_step_are_messages_of_their_own(monkeypatch):
-    monkeypatch.setattr(engine_link, "MAX_BYTES", 2000)
-    scored = replace(PARAMS, return_log_probs=True, return_prompt_log_probs=True)
-    found, _ = _step_with([Request(f"r{i}", [5] * 80, scored) for i in range(3)])
-    assert [[item["request_id"] for item in m["items"]] for m in found] == [["r0"], ["r1"], ["r2"]]
-    found, _ = _step_with([Request(f"r{i}", [5] * 80, PARAMS) for i in range(3)])
-    assert [[item["request_id"] for item in m["items"]] for m in found] == [["r0", "r1", "r2"]]
-
-
-def _step_with(requests: list[Request]) -> tuple[list[dict], FakeEngine]:
-    """Return the messages of one step."""
-    ours, its = socket.socketpair()
-    engine = FakeEngine(INFO)
-    for request in requests:
-        engine.add(request)
-    with ours, its:
-        EngineLoop(engine, its, INFO)._step()
-        its.shutdown(socket.SHUT_WR)
-        received = b"".join(iter(lambda: ours.recv(1 << 16), b""))
-    return [json.loads(line) for line in received.splitlines()], engine
 
 
 @pytest.mark.parametrize("keeps_tokens", [False, True])
@@ -200,17 +145,34 @@ def test_tokens_are_kept_for_answers_that_have_them(keeps_tokens):
     spec = vars(TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=99))
     wanted = GenerationRequest([[5, 6]], PARAMS, TextRules(), keeps_tokens=keeps_tokens)
     timer = SimpleNamespace(received=lambda number: None, finished=lambda reason: None)
-    metrics = SimpleNamespace(timer=lambda: timer)
-    generation = Generation(None, Model.of(replace(INFO, tokenizer=spec)), metrics, wanted)
-    (request_id,) = generation.samples
+    metrics = SimpleNamespace(timer=lambda: timer, started=lambda number: None)
 
-    async def outputs():
-        yield RequestOutput(request_id, (TokenOutput(7, -1.0), TokenOutput(8, -2.0)), (), "length")
+    async def finish():
+        client = EngineClient(None, SimpleNamespace(write=sent.append, drain=nothing))
+        model = Model.of(replace(INFO, tokenizer=spec))
+        generation = Generation(client, model, metrics, wanted)
+        (request_id,) = generation.samples
+        output = RequestOutput(
+            request_id, (TokenOutput(7, -1.0), TokenOutput(8, -2.0)), (), "length"
+        )
+        begun = asyncio.create_task(generation.start())
+        await asyncio.sleep(0)
+        client._dispatch({"type": "output", "id": request_id, "item": output.to_json()})
+        client._dispatch({"type": "accepted", "id": request_id})
+        await begun
+        async for _ in generation.deltas():
+            pass
+        assert not client.calls
+        return generation.samples[request_id]
 
-    generation._call = SimpleNamespace(outputs=outputs, finish=lambda request_id: None)
-    (sample,) = asyncio.run(generation.finish())
-    assert (sample.text, sample.num_tokens, sample.mean_log_prob) == (" 7 8", 2, -1.5)
+    async def nothing():
+        pass
+
+    sent = []
+    sample = asyncio.run(finish())
+    assert (sample.text, sample.state.num_tokens, sample.mean_log_prob) == (" 7 8", 2, -1.5)
     assert len(sample.tokens) == (2 if keeps_tokens else 0)
+    assert [json.loads(line)["type"] for line in sent] == ["add"]
 
 
 def test_values_of_an_answer_are_counted():
@@ -241,32 +203,21 @@ def test_a_request_whose_samples_have_many_prompt_tokens_is_refused():
     assert error.value.param == "prompt"
 
 
-def test_wrong_parameters_are_refused():
-    bad = engine_link.request_to_json(Request("r1", [5], PARAMS))
-    bad["params"]["temperature"] = -1
-    found, engine = _run([engine_link.encode("add", request=bad)])
-    assert (found[1]["type"], found[1]["reason"]) == ("refused", "request")
-    assert engine.num_added == 0
-
-
-def test_a_message_that_is_none_ends_the_loop_with_its_reason():
-    with pytest.raises(ProtocolError):
-        _run([b"nonsense\n"])
-
-
-def test_a_failed_update_keeps_the_engine():
-    def update(load: str) -> int:
+def test_a_failed_update_keeps_the_engine(monkeypatch):
+    def update(engine, load: str) -> int:
         if load == "bad":
             raise ConfigError("bad weights")
         return 3
 
+    monkeypatch.setattr(FakeEngine, "update_weights", update, raising=False)
     lines = [
         engine_link.encode("update_weights", call=i, load=w) for i, w in enumerate(["bad", "x"])
     ]
-    found, _ = _run(lines, update_weights=update)
-    assert [(m["error"], m["version"]) for m in found[1:]] == [("bad weights", None), ("", 3)]
-    found, _ = _run(lines[:1])
-    assert "cannot" in found[1]["error"]
+    found, _ = _run(lines)
+    assert found[1:] == [
+        {"type": "answer", "call": 0, "error": "bad weights"},
+        {"type": "answer", "call": 1, "version": 3},
+    ]
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -305,9 +256,9 @@ def test_a_call_that_no_answer_can_have_stays_text(arguments):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[" * 101 + "]" * 101, "too deeply"),
+        ("[" * 101 + "]" * 101, "100 levels"),
         ("[" * 100 + "]" * 100, None),
-        ('{"a":' * 101 + "1" + "}" * 101, "too deeply"),
+        ('{"a":' * 101 + "1" + "}" * 101, "100 levels"),
         (json.dumps({"a": ["[" * 200, '"[' * 200, "\\[" * 200, '\\"{' * 200]}), None),
         (json.dumps([[]] * 70_000), "more than 65536"),
         (json.dumps(["[]" * 70_000]), None),
@@ -440,23 +391,7 @@ def test_what_the_engine_refuses_is_a_message_of_megatron_too():
 def test_a_likelier_token_of_the_same_text_stays_in_the_table():
     """lm-eval calls a token greedy if its value is the greatest of its top ones."""
     tokenizer = SimpleNamespace(vocab_size=9, detokenize=lambda ids: "\ufffd" * len(ids))
-    table = LogProbTable(Model(INFO, tokenizer), 1)
-    table.add([PlacedToken(TokenOutput(3, -2.0, ((4, -1.0),)), 0)], 0)
-    assert table.token_logprobs == [-2.0]
-    assert table.top_logprobs == [{"\ufffd": -1.0}]
-
-
-def test_an_engine_that_does_not_answer_is_named(caplog):
-    class Stopped:
-        calls = ("a request",)
-        failure = None
-        num_asked = 0
-
-        async def ask(self, kind, timeout_s):
-            self.num_asked += 1
-            if self.num_asked > 1:
-                raise EngineDied("the engine's process has ended")
-            raise TimeoutError
-
-    asyncio.run(watch_engine(Stopped(), 0.0))
-    assert f"rank 0 (process {os.getppid()}), which holds the engine, has not" in caplog.text
+    score = TokenOutput(3, -2.0, ((4, -1.0),))
+    table = log_prob_table(Model(INFO, tokenizer), [(3, score, 0)], 1)
+    assert table["token_logprobs"] == [-2.0]
+    assert table["top_logprobs"] == [{"\ufffd": -1.0}]

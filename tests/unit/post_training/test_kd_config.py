@@ -44,15 +44,15 @@ def test_a_file_of_megatron_lm_is_read(tmp_path: Path) -> None:
         ("kd_loss_scale: .inf", "kd_loss_scale inf: a finite number above 0 is needed"),
         ("logit_kl_temperature: 0", "logit_kl_temperature 0: a finite number above 0"),
         ("logit_layers: [a, b]", "the logits of both models are the outputs of output_layer"),
-        ("intermediate_layer_pairs: 3", "a list of pairs is needed"),
+        ("intermediate_layer_pairs: 3", "give a list of pairs"),
         ("intermediate_layer_pairs: [[a]]", "write [student layer, teacher layer]"),
         (
             "intermediate_layer_pairs: [[decoder.layers.0.mlp, decoder.layers.0]]",
-            "decoder.layers.0.mlp is not available; use decoder.layers.N",
+            "a layer is decoder.layers.N, its output, or decoder.final_layernorm",
         ),
         (
             "intermediate_layer_pairs: [[decoder.layers.0, decoder.layers.0, l1]]",
-            "loss l1: use cosine or mse",
+            "the loss cosine (default) or mse as third value",
         ),
         ("a: [", "not YAML"),
     ],

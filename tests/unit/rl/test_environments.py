@@ -23,7 +23,6 @@ from megatron.post_training.rl.environment import (
     open_environments,
 )
 from megatron.post_training.rl.generate import PromptSource, check_prompts
-from megatron.post_training.rl.objective import GRPO
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec, create_tokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
 
@@ -232,16 +231,6 @@ def test_a_wrong_file_is_refused(content: object, message: str, tmp_path: Path) 
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["WithoutReward", "Missing"])
-def test_a_wrong_class_is_refused_before_weights_are_loaded(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "environments.json"
-    path.write_text(json.dumps([{"agent_type": "http"}, {"agent_type": f"{HERE}.{name}"}]))
-    rl = SimpleNamespace(langrl_env_config=str(path))
-    run = SimpleNamespace(is_rank_0=True, config=SimpleNamespace(rl=rl))
-    with pytest.raises(ConfigError, match="entry 1"):
-        GRPO.load_frozen(run)  # checkpointing calls it first
-
-
 @pytest.mark.parametrize("reward", [float("nan"), None, "good"])
 def test_a_reward_that_is_no_number_is_refused(reward: object) -> None:
     with pytest.raises(DataError, match="return a finite number"):
@@ -299,16 +288,16 @@ def test_a_service_rewards(url: str, tmp_path: Path) -> None:
 def test_a_failing_service_is_reported(url: str, tmp_path: Path) -> None:
     _, task = asked(url, tmp_path, retries=1)
     Service.failures = [500, 502]
-    with pytest.raises(RewardServiceError, match=r"failed 2 times, the last time .* status 502"):
+    with pytest.raises(RewardServiceError, match=r"failed after 2 requests with status 502"):
         task.reward("1")
     Service.failures = [404]
-    with pytest.raises(RewardServiceError, match=r"refuses a request with status 404"):
+    with pytest.raises(RewardServiceError, match=r"failed after 1 requests with status 404"):
         task.reward("1")
     Service.body = b'{"score": 1}'
-    with pytest.raises(RewardServiceError, match=r'must return \{"reward": number\}'):
+    with pytest.raises(RewardServiceError, match=r'which is not \{"reward": number\}'):
         task.reward("1")
     _, nobody = asked("http://127.0.0.1:9/", tmp_path, retries=0)
-    with pytest.raises(RewardServiceError, match="has failed 1 times"):
+    with pytest.raises(RewardServiceError, match="has failed after 1 requests"):
         nobody.reward("1")
 
 
