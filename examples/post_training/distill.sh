@@ -9,6 +9,7 @@ out=$(realpath -m "${1:-distill}")
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 bash examples/post_training/prune.sh "$out"
 train_iters=${DISTILL_ITERS:-200}
+batch=${BATCH:-8}
 python=$(tools/env.sh)
 say() { printf '\n== %s\n' "$*"; }
 quiet() { tee "$1" | grep --line-buffered '\] iteration\|loss at\|step  '; }
@@ -16,8 +17,8 @@ quiet() { tee "$1" | grep --line-buffered '\] iteration\|loss at\|step  '; }
 data=(
     --transformer-impl local
     --seq-length 256
-    --micro-batch-size 8
-    --global-batch-size 8
+    --micro-batch-size "$batch"
+    --global-batch-size "$batch"
     --train-iters "$train_iters"
     --num-workers 1
     --train-data-path "$out/train_text_document"

@@ -7,14 +7,15 @@
 set -euo pipefail
 train_iters=${TRAIN_ITERS:-400}
 eval_iters=${EVAL_ITERS:-10}
+batch=${BATCH:-8}
 source "$(dirname "${BASH_SOURCE[0]}")/../quickstart/common.sh"
 begin prune "$@"
 byte_pairs
 common=(
     --transformer-impl local
     --seq-length 256
-    --micro-batch-size 8
-    --global-batch-size 8
+    --micro-batch-size "$batch"
+    --global-batch-size "$batch"
     --num-workers 1
     --data-cache-path "$out/cache"
     "${tokenizer[@]}"

@@ -31,7 +31,7 @@ FOUND = {
     "codes-of-undivided-gradients": ("dp fp8-tensorwise per-token-loss", Sizes(dp=3)),
 }  # fmt: skip
 
-ALWAYS = 5  # random layouts of each test run; `make test-all` compares all of them
+ALWAYS = 3  # random layouts of each test run; `make test-all` compares all of them
 
 # What users of such systems ask for (section C of what was gathered), and what shows each besides
 # all random layouts.  C3, auxiliary losses, comes with experts.

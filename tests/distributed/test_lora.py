@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from unittest import mock
 
@@ -9,7 +10,7 @@ import pytest
 
 from megatron.core.params.param_init import Init
 from megatron.core.peft import lora
-from tests.support import layouts
+from tests.support import layouts, selection
 from tests.support.layouts import Trace, must_agree
 from tools.dev.lib.layout_axes import Case, Sizes, case_of
 
@@ -55,8 +56,22 @@ def trace(
         return layouts.trace(rank, world_size, argv, padded, in_double)
 
 
+DEFAULT = (
+    "tensor-parallel",
+    "tied-stages",
+    "zero-bubble",
+    "zero-1-in-bf16",
+    "fsdp2-on-meta",
+    "expert-tensor-parallel",
+    "latent-attention",
+    "hybrid",
+    "context-parallel",
+    "shared-experts",
+)  # of `make test`
+
+
 @pytest.mark.feature("LoRA: every layout trains adapters like one process")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", selection.only(DEFAULT, CASES))
 def test_a_layout_trains_adapters_like_one_process(name: str) -> None:
     features, flags = CASES[name]
     case = _WithAdapters(**vars(case_of([*features.split(), "adam"], Sizes())))
@@ -65,8 +80,13 @@ def test_a_layout_trains_adapters_like_one_process(name: str) -> None:
         must_agree(case)
 
 
-@pytest.mark.parametrize("layout", ["tp sp", "pp dp zero-1"])
-@pytest.mark.parametrize("format", ["fp8", "int8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("format", "layout"),
+    selection.only(
+        [("fp8", "tp sp"), ("int8", "pp dp zero-1"), ("nvfp4", "tp sp")],
+        itertools.product(["fp8", "int8", "nvfp4"], ["tp sp", "pp dp zero-1"]),
+    ),
+)
 def test_a_layout_trains_above_a_stored_base_like_one_process(layout: str, format: str) -> None:
     """The width of a rank's weight holds complete blocks, so that all layouts store one base."""
     case = case_of([*layout.split(), "adam", "swiglu"], Sizes())

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.fault_tolerance import node_checks
+from tests.support import selection
 from tests.support.host_gpu import nccl_calls, nccl_order
 from tests.support.host_gpu.nccl_order import Call
 from tests.support.ranks import run_ranks
@@ -93,7 +94,22 @@ def train(rank: int, world_size: int, argv: list[str]) -> Recorded:
     return record.calls, record.members
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+DEFAULT = (
+    "TP, PP, ZeRO",
+    "interleaved, early receives",
+    "zb-v",
+    "two levels",
+    "all-to-all of heads",
+    "flexible experts",
+    "interleaved experts",
+    "sharded parameters",
+    "instances",
+    "Muon",
+    "async local saves",
+)  # of `make test`
+
+
+@pytest.mark.parametrize("name", selection.only(DEFAULT, LAYOUTS))
 def test_ranks_of_a_layout_do_not_hang_on_nccl(name: str, tmp_path: Path) -> None:
     flags = LAYOUTS[name].replace("SAVE", str(tmp_path))
     found = run_ranks(train, 4, [*TINY, *SHORT.split(), *flags.split()], timeout_s=120)

@@ -22,7 +22,7 @@ from megatron.core.params.param_info import ParamInfo, info_of
 from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
 from megatron.core.pipeline_parallel.plan import placement_of
 from megatron.core.tensor_parallel.random import model_parallel_seed
-from tests.support import tolerances
+from tests.support import selection, tolerances
 from tests.support.one_process import tiny_config
 from tests.support.ranks import run_ranks
 from tests.support.sharded import assemble
@@ -263,7 +263,26 @@ LAYOUTS = {
 }
 
 
+DEFAULT = (
+    "pp4-llama",
+    "pp4-vpp2-per-token",
+    "pp4-few",
+    "pp4-vpp2-odd",
+    "pp2-vpp2-dp2-overlap",
+    "pp2-dp2-unaligned-deferred",
+    "pp2-vpp2-dp2-deferred",
+    "pp2-recompute",
+    "pp3-uneven",
+    "pp2-vpp2-layout",
+    "pp2-dp2-zb-h1",
+    "pp2-zb-h1-one-micro-batch",
+    "pp2-tp2-sp-zb-v-llama",
+    "pp2-waiting",
+    "pp2-early",
+)  # of `make test`
+
+
 @pytest.mark.feature("Layouts: pipeline stages train as one process, to 1e-12")
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", selection.only(DEFAULT, LAYOUTS))
 def test_stages_train_as_one_process(name: str) -> None:
     check(LAYOUTS[name])

@@ -151,6 +151,32 @@ TWO = {
     "--defer-embedding-wgrad-compute --accumulate-allreduce-grads-in-fp32 --bf16",
 }
 
+# Of each kind of memory and of model at least one.
+DEFAULT_OF_ONE = (
+    "state in 16 bits",
+    "recompute of some layers",
+    "experts",
+    "T5",
+    "hybrid",
+    "images, frozen encoder",
+    "activations as codes of blocks",
+    "one moment of matrices",
+)
+DEFAULT_OF_TWO = (
+    "BERT, cut",
+    "experts cut",
+    "experts apart, fully sharded",
+    "images and sound, encoders apart",
+    "images, frozen stages",
+    "virtual stages, recomputed",
+    "zero bubble",
+    "distributed optimizer",
+    "weights gathered as codes",
+    "context",
+    "fully sharded, uneven",
+    "deferred weight gradients",
+)
+
 
 def allocated(rank: int, world_size: int, runs: Sequence[Sequence[str]]) -> list[dict[str, int]]:
     """Of each run: bytes that this rank holds, and the most that lived besides in a step."""
@@ -232,9 +258,19 @@ def _planned(argv: Sequence[str], world_size: int) -> dict[int, dict[str, int]]:
 
 @pytest.mark.feature("Planner: bytes of weights, gradients and optimizer are those of the run")
 @pytest.mark.feature("Planner: activations are those of the run, within 5 %")
-@pytest.mark.parametrize(("world_size", "layouts"), [(1, ONE), (2, TWO)], ids=["one", "two"])
-def test_the_plan_is_what_the_run_allocates(world_size: int, layouts: dict[str, str]) -> None:
-    runs = {name: [*TINY, *BASE.split(), *words.split()] for name, words in layouts.items()}
+@pytest.mark.parametrize(
+    ("world_size", "layouts"),
+    [
+        (1, DEFAULT_OF_ONE),
+        (2, DEFAULT_OF_TWO),
+        pytest.param(1, ONE, marks=pytest.mark.slow),
+        pytest.param(2, TWO, marks=pytest.mark.slow),
+    ],
+    ids=["one", "two", "all-of-one", "all-of-two"],
+)
+def test_the_plan_is_what_the_run_allocates(world_size: int, layouts: Sequence[str]) -> None:
+    table = ONE if world_size == 1 else TWO
+    runs = {name: [*TINY, *BASE.split(), *table[name].split()] for name in layouts}
     ranks = run_ranks(allocated, world_size, list(runs.values()), timeout_s=300)
     wrong = []
     for number, (name, argv) in enumerate(runs.items()):

@@ -20,7 +20,7 @@ from megatron.core.parallel.process_groups_config import create_process_groups, 
 from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from tests.distributed.test_pipeline import Trained, shards, whole
-from tests.support import tolerances
+from tests.support import selection, tolerances
 from tests.support.layouts import must_agree
 from tests.support.ranks import run_ranks
 from tests.support.t5_models import VOCABULARY, Shape, build_t5
@@ -145,8 +145,20 @@ LAYOUTS = {
 }
 
 
+DEFAULT = (
+    "tp2-sp-v1.1",
+    "pp3-one",
+    "pp4-learned",
+    "pp3-learned-v1.1",
+    "pp4-recompute",
+    "pp2-tp2-sp",
+    "pp4-zb-h1",
+    "dp2-zero",
+)  # of `make test`
+
+
 @pytest.mark.feature("Layouts: T5 with encoder and decoder on different stages, to 1e-12")
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", selection.only(DEFAULT, LAYOUTS))
 def test_stages_train_as_one_process(name: str) -> None:
     layout = LAYOUTS[name]
     ranks = run_ranks(train, layout.pp * layout.tp * layout.dp, layout)
@@ -207,7 +219,7 @@ class T5Case(Case):
 
 
 @pytest.mark.feature("Layouts: T5 under FSDP, ZeRO-1, tensor and pipeline parallelism at once")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", selection.only(["fsdp"], RUNS))
 def test_a_run_gives_the_answer_of_one_process(name: str) -> None:
     flags, features, sizes = RUNS[name]
     case = case_of([*features.split(), "per-token-loss"], sizes)

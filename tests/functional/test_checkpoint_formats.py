@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.megatron_formats.archive import (
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.training.conversion.convert import ConversionRequest, convert
 from tests.functional.test_reference_run import FLAGS, GOLDEN, OURS, PP, TP
-from tests.support import host_gpu
+from tests.support import host_gpu, selection
 from tests.support.ranks import run_ranks
 from tests.support.reference_checkpoints import ITERATION, unpack
 from tests.support.runs import TINY, refusal, run_gpt, train_gpt
@@ -210,7 +210,7 @@ AHEAD = (
 
 
 @pytest.mark.feature("Checkpoints: experts and latent attention in torch_dist, torch and torch_dcp")
-@pytest.mark.parametrize("more", [GROUPED, LATENT, AHEAD])
+@pytest.mark.parametrize("more", selection.first(2, [GROUPED, LATENT, AHEAD]))
 def test_experts_are_written_in_any_format_and_read_again(tmp_path: Path, more: str) -> None:
     own = tmp_path / "own"
     flags = [*EXPERTS.split(), *more.split()]
@@ -277,7 +277,7 @@ KINDS = {
 
 
 @pytest.mark.feature("Checkpoints: BERT, T5 and hybrids in torch_dist, torch and torch_dcp")
-@pytest.mark.parametrize("model", KINDS)
+@pytest.mark.parametrize("model", selection.only(["t5", "mamba"], KINDS))
 def test_other_kinds_are_written_in_any_format_and_read_again(tmp_path: Path, model: str) -> None:
     own, flags = tmp_path / "own", ["--model-kind", model, *COMMON.split(), *KINDS[model].split()]
     run_gpt(tmp_path / "run", *flags, "--save", str(own), world_size=4)

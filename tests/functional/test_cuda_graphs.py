@@ -19,7 +19,7 @@ from megatron.core import device
 from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import cuda_graphs
-from tests.support import host_gpu, tolerances
+from tests.support import host_gpu, selection, tolerances
 from tests.support.graph_stand_in import graphs_on_cpu
 from tests.support.ranks import run_ranks
 from tests.support.runs import TINY, train_gpt
@@ -123,10 +123,21 @@ def metrics(
     return [(x["lm loss"], x["grad-norm"]) for x in lines if "grad-norm" in x], found
 
 
+DEFAULT = (
+    "attention",
+    "step of a hybrid",
+    "1f1b",
+    "interleaved",
+    "context",
+    "t5",
+    "experts",
+)  # of `make test`
+
+
 @pytest.mark.feature("Speed: layers replayed as CUDA graphs, 1F1B and interleaved, the same bits")
 @pytest.mark.feature("Speed: forward and backward of a whole step as one CUDA graph, the same bits")
 @on_a_cpu
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", selection.only(DEFAULT, CASES))
 def test_replayed_layers_train_as_layers_that_python_runs(tmp_path: Path, name: str) -> None:
     ranks, layers, micro_batches, flags = CASES[name]
     eager, nothing = metrics(tmp_path / "eager", ranks, *flags)

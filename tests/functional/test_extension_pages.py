@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 
+from tests.support import selection
 from tests.support.pages import blocks_of, commands_of
 from tests.support.ranks import run_ranks
 
@@ -76,7 +77,7 @@ def assert_printed(page: str, output: str) -> None:
 
 
 @pytest.mark.feature("Extensions: callbacks of your own with --callback MODULE:CLASS")
-@pytest.mark.parametrize("page", ["callback", "tokenizer"])
+@pytest.mark.parametrize("page", selection.first(1, ["callback", "tokenizer"]))
 def test_a_page_says_what_happens_as_programs_of_their_own(page: str, tmp_path: Path) -> None:
     write_files(page, tmp_path)
     output = ""

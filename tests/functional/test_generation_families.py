@@ -42,11 +42,11 @@ def _exists(family: str, layout: str) -> bool:
 
 
 PAIRS = [(of, name) for of in families.FAMILIES for name in LAYOUTS if _exists(of, name)]
-# By default each family runs on one rank and in one other layout, each layout in several families.
-DEFAULT = [(of, "1 rank") for of in families.FAMILIES]
+# By default each family runs in one layout, each layout in several families.
+DEFAULT = []
 for number, family in enumerate(families.FAMILIES):
-    others = [pair for pair in PAIRS if pair[0] == family and pair[1] != "1 rank"]
-    DEFAULT.append(others[number % len(others)])
+    of_family = [pair for pair in PAIRS if pair[0] == family]
+    DEFAULT.append(of_family[number % len(of_family)])
 
 
 @pytest.mark.feature(

@@ -121,7 +121,7 @@ CASES = {
     ),
     "fp8": (1, "--bf16 --fp8-format hybrid --fp8-param-gather", torch.bfloat16),
 }
-DEFAULT = ["ring of ZeRO", "windows in a ring", "TP, SP and experts", "state on the host", "fp8"]
+DEFAULT = ["windows in a ring", "TP, SP and experts", "fp8"]
 
 
 @pytest.mark.feature("Platforms: the ways of a GPU are walked, and give the numbers of a CPU")
@@ -163,7 +163,7 @@ def test_documents_on_all_ranks_have_the_losses_of_a_mask(tmp_path: Path, compil
         assert abs(ours - apart) < abs(mixed - apart) / 4
 
 
-@pytest.mark.parametrize("precision", ["--bf16", "--bf16 --fp8-format hybrid"])
+@pytest.mark.parametrize("precision", selection.first(1, ["--bf16 --fp8-format hybrid", "--bf16"]))
 def test_gemms_over_symmetric_memory_have_the_losses_of_separate_collectives(
     tmp_path: Path, compiled: Path, precision: str
 ) -> None:
@@ -281,7 +281,7 @@ def test_the_host_does_not_wait_for_tokens_of_experts(compiled: Path) -> None:
     assert len(waits) == 12
 
 
-@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("name", selection.first(1, GENERATED))
 def test_text_of_the_device_is_that_of_a_cpu(name: str, tmp_path: Path, compiled: Path) -> None:
     world_size, of_model, of_engine = GENERATED[name]
     save = str(tmp_path / "ck")

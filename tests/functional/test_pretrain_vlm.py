@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import CheckpointReader
 from megatron.training.conversion.convert import ConversionRequest, convert
 from pretrain_vlm import weighted_loss
-from tests.support import tolerances
+from tests.support import selection, tolerances
 from tests.support.ranks import run_ranks
 from tests.support.runs import TINY, losses, refusal, run_gpt, run_gpt_in_virtual_ranks
 from tests.unit.models.test_mrope import qwen
@@ -150,7 +150,10 @@ def test_frozen_parts_are_saved_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.feature("Vision: FSDP2 shards vision-language models, with frozen parts too")
-@pytest.mark.parametrize("frozen", ["", "--freeze-LM", "--freeze-ViT", "--freeze-LM --freeze-ViT"])
+@pytest.mark.parametrize(
+    "frozen",
+    selection.first(2, ["--freeze-ViT", "--freeze-LM", "", "--freeze-LM --freeze-ViT"]),
+)
 def test_fully_sharded_models_have_the_losses_of_one_process(tmp_path: Path, frozen: str) -> None:
     given = [*FLAGS, *frozen.split(), "--no-gradient-accumulation-fusion"]
     one = run_gpt(tmp_path / "one", *given, "--save", str(tmp_path / "ck1"))
@@ -243,7 +246,9 @@ def test_patches_are_merged_in_squares_only() -> None:
 
 
 @pytest.mark.feature("Vision: training on image-text shards goes on exactly with other ranks")
-@pytest.mark.parametrize("tiles", ["--use-tiling --max-num-tiles 4", IN_ROWS, ANY_SIZE])
+@pytest.mark.parametrize(
+    "tiles", selection.first(1, [ANY_SIZE, IN_ROWS, "--use-tiling --max-num-tiles 4"])
+)
 def test_shards_of_pictures_train_the_same_on_any_number_of_ranks(
     tmp_path: Path, tiles: str
 ) -> None:

