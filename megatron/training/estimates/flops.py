@@ -26,8 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.parameters import EXPERTS, linear_layers, projector_layers
 from megatron.training.models.encoders import (
-    AudioEncoder,
-    ImageEncoder,
+    MediaEncoder,
     encoders_of,
     num_patches,
     pixels_of_patch,
@@ -119,7 +118,7 @@ def image_flops(config: RunConfig) -> ModelFlops:
     )
 
 
-def _encoder_flops(config: RunConfig, images: ImageEncoder | AudioEncoder) -> ModelFlops:
+def _encoder_flops(config: RunConfig, images: MediaEncoder) -> ModelFlops:
     is_trained = not config.vision.freeze_ViT
     model = images.layers
     num_tokens = images.num_tokens

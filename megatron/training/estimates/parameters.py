@@ -10,11 +10,8 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, L
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.models.encoders import (
-    AudioEncoder,
-    ImageEncoder,
-    audio_encoder,
+    MediaEncoder,
     encoders_of,
-    image_encoder,
     num_patches,
     pixels_of_patch,
 )
@@ -82,25 +79,15 @@ def encoder_parameters(config: RunConfig) -> int:
         return config.model.hidden_size * vectors
     if not kind.reads_images:
         return 0
-    images = image_encoder(config)
-    m = images.layers
-    hidden = images.layers.hidden_size
-    layers = _encoder_layers(m) + m.num_layers * 2 * hidden * images.has_layer_scale
-    norms = images.kind.has_norm_before + images.kind.has_norm_after
-    places = 0 if images.kind.reads_any_size else images.num_tokens
-    vectors = places + images.kind.has_class_token + images.kind.has_patch_bias
-    vectors += images.pixels + norms * _parameters_per_channel(m)
-    total = layers + hidden * vectors
-    if config.mimo.has_sound:
-        sound = audio_encoder(config)
-        norm = sound.layers.hidden_size * _parameters_per_channel(sound.layers)
-        total += sound.input_parameters + _encoder_layers(sound.layers) + norm
+    total = 0
+    for encoder in encoders_of(config):
+        m = encoder.layers
+        per_channel = encoder.num_norms * _parameters_per_channel(m)
+        per_channel += 2 * m.num_layers * encoder.is_internvit
+        layer = Layer(attention=FULL, mlp=FULL, ffn_hidden_size=m.ffn_hidden_size or 0)
+        layers = m.num_layers * _layer_parameters(m, layer)
+        total += encoder.input_parameters + layers + m.hidden_size * per_channel
     return total
-
-
-def _encoder_layers(m: TransformerConfig) -> int:
-    layer = Layer(attention=FULL, mlp=FULL, ffn_hidden_size=m.ffn_hidden_size or 0)
-    return m.num_layers * _layer_parameters(m, layer)
 
 
 def projector_parameters(config: RunConfig) -> int:
@@ -111,12 +98,12 @@ def projector_parameters(config: RunConfig) -> int:
     for images in encoders_of(config):
         m = images.projector
         total += _weights(m, projector_layers(config, images))
-        total += images.projector_input * _parameters_per_channel(m) * images.projector_has_norm
+        total += images.projector_input * _parameters_per_channel(m) * images.is_internvit
         total += m.hidden_size * bool(config.vision.grids)  # embedding of the end of a row of tiles
     return total
 
 
-def projector_layers(config: RunConfig, images: ImageEncoder | AudioEncoder) -> Matrices:
+def projector_layers(config: RunConfig, images: MediaEncoder) -> Matrices:
     """Yield the linear layers of the projector after an encoder, like `linear_layers`."""
     m = images.projector
     if config.vision.vision_projection_type == "mlp":

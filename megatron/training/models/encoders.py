@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.core.activations import openai_gelu, quick_gelu
 from megatron.core.config.errors import ConfigError
 from megatron.core.datasets.images import FRAMES
-from megatron.core.models.vision.kinds import KINDS, VisionKind, get_num_image_embeddings
+from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings
 from megatron.core.models.vision.multimodal_projector import ProjectorSubmodules, get_projector_spec
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.text_files import read_text
@@ -37,108 +37,98 @@ _INHERITED = (
 _COLORS = 3
 
 
-@dataclass(frozen=True)
-class Convention:
-    """What the layers of an encoder's architecture have, whatever the language model has."""
-
-    activation: Any
-    normalization: str = "LayerNorm"
-    eps: float = 1e-5
-    has_qk_norm: bool = False  # over all heads
-    has_layer_scale: bool = False
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Fields of the config of the layers."""
-        return {
-            "activation_func": self.activation,
-            "add_bias_linear": True,
-            "add_qkv_bias": True,
-            "bias_activation_fusion": False,
-            "gated_linear_unit": False,
-            "layernorm_epsilon": self.eps,
-            "layernorm_zero_centered_gamma": False,
-            "normalization": self.normalization,
-            "qk_layernorm": False,
-            "qk_layernorm_full_width": self.has_qk_norm,
-        }
+def _convention(
+    activation: Any, eps: float = 1e-5, normalization: str = "LayerNorm", has_qk_norm: bool = False
+) -> dict[str, Any]:
+    """Return what an architecture's layers have, whatever the language model has."""
+    return {
+        "activation_func": activation,
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "bias_activation_fusion": False,
+        "gated_linear_unit": False,
+        "layernorm_epsilon": eps,
+        "layernorm_zero_centered_gamma": False,
+        "normalization": normalization,
+        "qk_layernorm": False,
+        "qk_layernorm_full_width": has_qk_norm,  # over all heads
+    }
 
 
 _CONVENTIONS = {
-    "clip": Convention(quick_gelu),
-    "siglip": Convention(openai_gelu, eps=1e-6),
-    "siglip_without_norm": Convention(openai_gelu, eps=1e-6),
-    "internvit": Convention(
-        F.gelu, normalization="RMSNorm", eps=1e-6, has_qk_norm=True, has_layer_scale=True
-    ),
-    "internvit300M": Convention(F.gelu, eps=1e-6, has_layer_scale=True),
-    "vit": Convention(F.gelu, eps=1e-12),
-    "qwen2_vl": Convention(quick_gelu, eps=1e-6),
+    "clip": _convention(quick_gelu),
+    "siglip": _convention(openai_gelu, 1e-6),
+    "siglip_without_norm": _convention(openai_gelu, 1e-6),
+    "internvit": _convention(F.gelu, 1e-6, "RMSNorm", has_qk_norm=True),
+    "internvit300M": _convention(F.gelu, 1e-6),
+    "vit": _convention(F.gelu, 1e-12),
+    "qwen2_vl": _convention(quick_gelu, 1e-6),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageEncoder:
-    """Configs and sizes of the encoder and the projector."""
+class MediaEncoder:
+    """Configs and sizes of an encoder of images or of sound, and of its projector."""
 
     layers: TransformerConfig  # of the encoder
     projector: TransformerConfig  # its width is the language model's
-    kind: VisionKind
-    has_layer_scale: bool
-    num_patches: int  # of a tile
-    num_embeddings: int  # of a tile, for the language model
-    max_tiles: int  # of a sample
-    pixels: int  # of a patch, in all colors
-    projector_has_norm: bool  # of its input
+    is_internvit: bool = False  # layers scale their channels, and a norm precedes the projector
+    num_tokens: int  # embeddings of a tile or a sound in the encoder
+    num_embeddings: int  # of a tile or a sound, for the language model
+    max_tiles: int = 1  # of a sample, which has one sound
+    num_mel_bins: int = 0  # frequencies of a spectrogram
     projector_input: int  # channels
+    input_products: tuple[int, int]  # multiply-adds before the layers: without, with input grads
+    input_parameters: int  # before the layers
+    num_norms: int  # outside of the layers
 
     @property
     def layer_spec(self) -> ModuleSpec:
         """Spec of the encoder's layers."""
-        return get_vit_layer_with_local_spec(self.layers, has_layer_scale=self.has_layer_scale)
+        return get_vit_layer_with_local_spec(self.layers, has_layer_scale=self.is_internvit)
 
     @property
     def projector_spec(self) -> ProjectorSubmodules:
         """Specs of the projector's parts."""
-        return get_projector_spec(has_norm=self.projector_has_norm)
-
-    @property
-    def input_products(self) -> tuple[int, int]:
-        """Multiply-adds before the layers, of one tile: without, and with gradients of inputs."""
-        return self.num_patches * self.pixels * self.layers.hidden_size, 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Embeddings of a tile in the encoder: patches and the class token."""
-        return self.num_patches + self.kind.has_class_token
+        return get_projector_spec(has_norm=self.is_internvit)
 
 
-def image_encoder(config: RunConfig) -> ImageEncoder:
+def image_encoder(config: RunConfig) -> MediaEncoder:
     """Return the encoder of a model kind that reads images.
 
     --seq-length has places for one image of as many tiles as the flags allow.
     """
     vision = config.vision
     layers = encoder_config(config)
-    sizes = vision.img_h, vision.img_w, vision.patch_dim
-    merges_patches = vision.pixel_shuffle or KINDS[vision.vision_model_type].reads_any_size
-    return ImageEncoder(
+    hidden = layers.hidden_size
+    kind = KINDS[vision.vision_model_type]
+    pixels = pixels_of_patch(vision)
+    num_tokens = num_patches(vision) + kind.has_class_token
+    positions = 0 if kind.reads_any_size else num_tokens
+    return MediaEncoder(
         layers=layers,
         projector=projector_config(config),
-        kind=KINDS[vision.vision_model_type],
-        has_layer_scale=has_layer_scale(config),
-        num_patches=num_patches(vision),
-        num_embeddings=get_num_image_embeddings(
-            *sizes,
-            vision.vision_model_type,
-            vision.disable_vision_class_token,
-            1,
-            vision.pixel_shuffle,
-        ),
+        is_internvit=vision.vision_model_type.startswith("internvit"),
+        num_tokens=num_tokens,
+        num_embeddings=num_image_embeddings(vision),
         max_tiles=max(vision.max_tiles, config.mimo.num_frames),
-        pixels=pixels_of_patch(vision),
-        projector_has_norm=projector_has_norm(config),
-        projector_input=layers.hidden_size * (4 if merges_patches else 1),
+        projector_input=hidden * (4 if vision.pixel_shuffle or kind.reads_any_size else 1),
+        input_products=(num_patches(vision) * pixels * hidden, 0),
+        input_parameters=hidden * (pixels + positions + kind.has_class_token + kind.has_patch_bias),
+        num_norms=kind.has_norm_before + kind.has_norm_after,
+    )
+
+
+def num_image_embeddings(vision: VisionConfig) -> int:
+    """Return the embeddings of a tile, or of the largest image, for the language model."""
+    return get_num_image_embeddings(
+        vision.img_h,
+        vision.img_w,
+        vision.patch_dim,
+        vision.vision_model_type,
+        vision.disable_vision_class_token,
+        1,
+        vision.pixel_shuffle,
     )
 
 
@@ -173,8 +163,7 @@ def encoder_config(config: RunConfig) -> TransformerConfig:
     }
     values |= {name: value for name, value in given.items() if value is not None}
     if follows_architecture(config):
-        kind = _convention(config)
-        values |= kind.values
+        values |= _CONVENTIONS[vision.vision_model_type]
     if vision.recompute_vision:
         values |= {
             "recompute_granularity": "full",
@@ -194,16 +183,7 @@ def projector_config(config: RunConfig) -> TransformerConfig:
     if follows_architecture(config):
         is_wide = KINDS[config.vision.vision_model_type].reads_any_size
         width = 4 * encoder_config(config).hidden_size if is_wide else config.model.hidden_size
-        values |= {
-            "activation_func": F.gelu,
-            "add_bias_linear": True,
-            "bias_activation_fusion": False,
-            "ffn_hidden_size": width,
-            "gated_linear_unit": False,
-            "layernorm_epsilon": 1e-5,
-            "layernorm_zero_centered_gamma": False,
-            "normalization": "LayerNorm",
-        }
+        values |= _convention(F.gelu) | {"ffn_hidden_size": width}
     return TransformerConfig(**values)
 
 
@@ -215,26 +195,12 @@ def follows_architecture(config: RunConfig) -> bool:
     return config.asked.get("vision_model_type") is not None or config.mimo.model_provider != "mock"
 
 
-def projector_has_norm(config: RunConfig) -> bool:
-    """Return whether a norm precedes the projector, as in InternVL."""
-    return config.vision.vision_model_type.startswith("internvit")
-
-
-def has_layer_scale(config: RunConfig) -> bool:
-    """Return whether the encoder's layers scale each channel of what they add."""
-    return _convention(config).has_layer_scale
-
-
 def _inherited(config: RunConfig) -> dict[str, Any]:
     model = config.model
     values = {name: getattr(model, name) for name in _INHERITED}
     if config.mimo.encoder_tp is not None:
         values["tensor_model_parallel_size"] = config.mimo.encoder_tp
     return values
-
-
-def _convention(config: RunConfig) -> Convention:
-    return _CONVENTIONS[config.vision.vision_model_type]
 
 
 def format_problem(checkpoint_format: str) -> str | None:
@@ -249,79 +215,45 @@ def format_problem(checkpoint_format: str) -> str | None:
 
 _NUM_MEL_BINS = 80
 _KERNEL = 3  # frames of a convolution
-_WHISPER = Convention(F.gelu)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AudioEncoder:
-    """Layers of Whisper's encoder, the frequencies of its spectrograms, and its projector.
-
-    A sample has one sound.  Sizes have the names that they have in an `ImageEncoder`.
-    """
-
-    layers: TransformerConfig
-    projector: TransformerConfig  # its width is the language model's
-    num_mel_bins: int
-    num_tokens: int
-    max_tiles: int = 1
-    projector_has_norm: bool = False
-
-    @property
-    def num_embeddings(self) -> int:
-        """Embeddings of a sound for the language model."""
-        return self.num_tokens
-
-    @property
-    def projector_input(self) -> int:
-        """Channels that the projector reads."""
-        return self.layers.hidden_size
-
-    @property
-    def input_products(self) -> tuple[int, int]:
-        """Multiply-adds of the convolutions: without, and with gradients of inputs."""
-        hidden = self.layers.hidden_size
-        return (
-            2 * self.num_tokens * _KERNEL * self.num_mel_bins * hidden,
-            self.num_tokens * _KERNEL * hidden**2,
-        )
-
-    @property
-    def input_parameters(self) -> int:
-        """Parameters of the convolutions."""
-        hidden = self.layers.hidden_size
-        return hidden * (_KERNEL * (self.num_mel_bins + hidden) + 2)
-
-
-def encoders_of(config: RunConfig) -> list[ImageEncoder | AudioEncoder]:
+def encoders_of(config: RunConfig) -> list[MediaEncoder]:
     """Return the encoders of a model kind that reads images."""
     return [image_encoder(config), *([audio_encoder(config)] if config.mimo.has_sound else [])]
 
 
-def audio_encoder(config: RunConfig) -> AudioEncoder:
+def audio_encoder(config: RunConfig) -> MediaEncoder:
     """Return the encoder of sound: with the size in --audio-encoder-model, or that of images.
 
     Raises ConfigError if the folder has no config.json of a Whisper model.
     """
-    folder = config.mimo.audio_encoder_model
-    layers = replace(encoder_config(config), **_WHISPER.values)
-    made = AudioEncoder(
+    layers = replace(encoder_config(config), **_convention(F.gelu))
+    num_mel_bins = _NUM_MEL_BINS
+    if config.mimo.audio_encoder_model is not None:
+        given = whisper_config(config.mimo.audio_encoder_model)
+        num_mel_bins = given["num_mel_bins"]
+        sizes = {
+            "num_layers": given["encoder_layers"],
+            "hidden_size": given["d_model"],
+            "num_attention_heads": given["encoder_attention_heads"],
+            "ffn_hidden_size": given["encoder_ffn_dim"],
+            "kv_channels": None,
+            "num_query_groups": None,
+        }
+        layers = replace(layers, **sizes)
+    hidden, length = layers.hidden_size, config.mimo.audio_seq_length
+    return MediaEncoder(
         layers=layers,
         projector=projector_config(config),
-        num_mel_bins=_NUM_MEL_BINS,
-        num_tokens=config.mimo.audio_seq_length,
+        num_tokens=length,
+        num_embeddings=length,
+        num_mel_bins=num_mel_bins,
+        projector_input=hidden,
+        # Of two convolutions; the first has twice as many frames.
+        input_products=(2 * length * _KERNEL * num_mel_bins * hidden, length * _KERNEL * hidden**2),
+        input_parameters=hidden * (_KERNEL * (num_mel_bins + hidden) + 2),
+        num_norms=1,
     )
-    if folder is None:
-        return made
-    given = whisper_config(folder)
-    sizes = {
-        "num_layers": given["encoder_layers"],
-        "hidden_size": given["d_model"],
-        "num_attention_heads": given["encoder_attention_heads"],
-        "ffn_hidden_size": given["encoder_ffn_dim"],
-        "kv_channels": None,
-        "num_query_groups": None,
-    }
-    return replace(made, layers=replace(layers, **sizes), num_mel_bins=given["num_mel_bins"])
 
 
 def whisper_config(folder: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     LayerShape,
     layer_shapes,
 )
-from megatron.core.transformer.layer_layout import has_experts, layer_ranges, stacked_ranges
+from megatron.core.transformer.layer_layout import has_experts, stacked_ranges
 from megatron.training.config.run import DPO, GRPO, REWARD, SFT, RunConfig
 
 
@@ -89,11 +89,6 @@ def encoder_decoder_layers(config: RunConfig) -> list[Layer]:
     decoder = replace(encoder, is_encoder=False, has_cross_attention=True)
     depth = config.language_model.decoder_num_layers or 0
     return [encoder] * config.model.num_layers + [decoder] * depth
-
-
-def stages_of_stack(config: RunConfig) -> tuple[range, ...]:
-    """Return the layer range of each virtual stage, multi-token prediction layers excluded."""
-    return layer_ranges(config.model, config.model.pipeline_model_parallel_size)
 
 
 def stages_of_encoder_decoder(config: RunConfig) -> tuple[range, ...]:
@@ -172,10 +167,6 @@ Loss = Callable[
 ]
 
 
-def _load_nothing(_run: Any) -> None:
-    pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelImplementation:
     """Functions and classes that build a model and its data from a RunConfig.
@@ -205,15 +196,11 @@ class ModelImplementation:
     apply: Callable[[nn.Module, Batch], Any]
     splits_sequences: bool = False
     loss: Loss | None = None
-    load_frozen: Callable[[Any], None] = _load_nothing
+    load_frozen: Callable[[Any], None] = lambda run: None
     wrap_dataset: Callable[..., Any] | None = None
     joins_rows: bool = False
     prepare_data: Callable[[Any, Any], dict[str, Any]] | None = None
     replace_training: Callable[[Any], None] | None = None
-
-
-def _no_problems(_run: RunConfig) -> Iterable[str]:
-    return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +231,7 @@ class ModelKind:
     supports_context_parallel: bool = True
     transformers_class: str = "CausalLM"  # AutoModelFor... of Hugging Face transformers
     layers: Callable[[RunConfig], list[Layer]] = stack_of_layers
-    problems: Callable[[RunConfig], Iterable[str]] = _no_problems
+    problems: Callable[[RunConfig], Iterable[str]] = lambda config: ()
 
     def load(self) -> ModelImplementation:
         """Return the implementation; import it if its import path is given."""

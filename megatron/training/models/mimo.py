@@ -27,15 +27,12 @@ from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDE
 from megatron.core.models.multimodal.splicing import splice
 from megatron.core.models.vision.multimodal_projector import (
     MultimodalProjector,
-    ProjectorSubmodules,
-    get_projector_spec,
 )
-from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.parallel.hyper_comm_grid import HyperCommGrid
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training.config.run import RunConfig
-from megatron.training.models.encoders import audio_encoder, image_encoder, projector_config
+from megatron.training.models.encoders import MediaEncoder, audio_encoder, image_encoder
 from megatron.training.models.gpt import gpt_layer_spec
 from megatron.training.models.kind import (
     Batch,
@@ -88,61 +85,55 @@ def encoder_groups(config: RunConfig, groups: ProcessGroupCollection) -> Process
 def image_spec(config: RunConfig, groups: ProcessGroupCollection) -> ModuleSpec:
     """Return the spec of the encoder of images and its projection."""
     vision = config.vision
-    of_images = image_encoder(config)
     encoder = {
-        "transformer_config": of_images.layers,
-        "transformer_layer_spec": of_images.layer_spec,
         "model_subtype": vision.vision_model_type,
         "img_h": vision.img_h,
         "img_w": vision.img_w,
         "patch_dim": vision.patch_dim,
         "drop_class_token": vision.disable_vision_class_token,
         "merges_neighbours": vision.pixel_shuffle,
-        "pg_collection": groups,
     }
-    projection = _projection(config, groups, of_images.projector_input, of_images.projector_spec)
-    return ModuleSpec(
-        VisionModalitySubmodules,
-        submodules={
-            "encoders": {IMAGE_ENCODER: ModuleSpec(PatchFeatures, encoder)},
-            "input_projections": [projection],
-        },
+    parts = _encoder_and_projection(
+        config, groups, image_encoder(config), IMAGE_ENCODER, ModuleSpec(PatchFeatures, encoder)
     )
+    return ModuleSpec(VisionModalitySubmodules, submodules=parts)
 
 
 def audio_spec(config: RunConfig, groups: ProcessGroupCollection) -> ModuleSpec:
     """Return the spec of the encoder of sound and its projection."""
     sound = audio_encoder(config)
-    encoder = {
-        "transformer_config": sound.layers,
-        "transformer_layer_spec": get_vit_layer_with_local_spec(sound.layers),
+    encoder: dict[str, object] = {
         "num_mel_bins": sound.num_mel_bins,
         "max_source_positions": config.mimo.audio_seq_length,
-        "pg_collection": groups,
     }
-    projection = _projection(config, groups, sound.layers.hidden_size, get_projector_spec())
-    return ModuleSpec(
-        AudioModalitySubmodules,
-        submodules={
-            "encoders": {AUDIO_ENCODER: ModuleSpec(WhisperEncoderModel, encoder)},
-            "input_projections": [projection],
-        },
+    parts = _encoder_and_projection(
+        config, groups, sound, AUDIO_ENCODER, ModuleSpec(WhisperEncoderModel, encoder)
     )
+    return ModuleSpec(AudioModalitySubmodules, submodules=parts)
 
 
-def _projection(
+def _encoder_and_projection(
     config: RunConfig,
     groups: ProcessGroupCollection,
-    input_size: int,
-    parts: ProjectorSubmodules,
-) -> ModuleSpec:
-    params = {
-        "config": projector_config(config),
+    media: MediaEncoder,
+    name: str,
+    encoder: ModuleSpec,
+) -> dict[str, Any]:
+    common = {
+        "transformer_config": media.layers,
+        "transformer_layer_spec": media.layer_spec,
+        "pg_collection": groups,
+    }
+    projection = {
+        "config": media.projector,
         "projector_type": config.vision.vision_projection_type,
-        "input_size": input_size,
+        "input_size": media.projector_input,
         "tp_group": groups.tp,
     }
-    return ModuleSpec(MultimodalProjector, params, parts)
+    return {
+        "encoders": {name: ModuleSpec(encoder.module, common | encoder.params)},
+        "input_projections": [ModuleSpec(MultimodalProjector, projection, media.projector_spec)],
+    }
 
 
 def mimo_dataset_config(config: RunConfig, **common: Any) -> BlendedMegatronDatasetConfig:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.transformer.layer_layout import layer_ranges
 from megatron.training.config.language_model import MODEL_KINDS, LanguageModelConfig
 from megatron.training.config.run import PRETRAINING, RunConfig
 from megatron.training.models.kind import (
@@ -16,7 +17,6 @@ from megatron.training.models.kind import (
     ModelImplementation,
     ModelKind,
     stages_of_encoder_decoder,
-    stages_of_stack,
 )
 
 # Import path of the ModelImplementation of each objective beside pretraining, and of the function
@@ -99,5 +99,6 @@ def layers_of(config: RunConfig) -> list[Layer]:
 
 def layers_of_stages(config: RunConfig) -> tuple[range, ...]:
     """Return the indices in `layers_of` that each virtual stage holds, without MTP layers."""
-    has_encoder = model_kind_of(config).has_encoder
-    return stages_of_encoder_decoder(config) if has_encoder else stages_of_stack(config)
+    if model_kind_of(config).has_encoder:
+        return stages_of_encoder_decoder(config)
+    return layer_ranges(config.model, config.model.pipeline_model_parallel_size)

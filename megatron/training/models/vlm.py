@@ -17,12 +17,12 @@ from megatron.core.datasets.multimodal_dataset import MockMultimodalDataset, Mul
 from megatron.core.datasets.packing import pack_samples
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
 from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLModel
-from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings
+from megatron.core.models.vision.kinds import KINDS
 from megatron.core.text_files import parse_yaml, read_text
 from megatron.training.config.run import RunConfig
 from megatron.training.config.vision import VisionConfig
 from megatron.training.models.attention_request import documents_are_bounds
-from megatron.training.models.encoders import image_encoder
+from megatron.training.models.encoders import image_encoder, num_image_embeddings
 from megatron.training.models.gpt import gpt_layer_spec, text_arguments
 from megatron.training.models.kind import (
     Batch,
@@ -138,15 +138,7 @@ def embeddings_per_tile(vision: VisionConfig) -> int:
     """Return how many positions of a row a tile, or a block of patches, takes."""
     if KINDS[vision.vision_model_type].reads_any_size:
         return 1
-    return get_num_image_embeddings(
-        vision.img_h,
-        vision.img_w,
-        vision.patch_dim,
-        vision.vision_model_type,
-        vision.disable_vision_class_token,
-        1,
-        vision.pixel_shuffle,
-    )
+    return num_image_embeddings(vision)
 
 
 def image_settings(vision: VisionConfig) -> ImageSettings:
