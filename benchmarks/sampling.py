@@ -68,11 +68,12 @@ def _ours(logits: Tensor, params: dict[str, float]) -> Callable[[], object]:
     sampler = Sampler(len(logits), logits.size(1), logits.device, 0)
     segments = []
     nothing = np.zeros(0, np.int64)
+    last = np.array(_TEXT[-1:])
     for slot in range(len(logits)):
         sampler.admit(Admission(slot, {**params, "seed": slot}, _TEXT, len(_TEXT)))
-        segments.append(Segment(slot, len(_TEXT), nothing, nothing, np.array([SAMPLE])))
+        segments.append(Segment(slot, len(_TEXT) - 1, last, nothing, np.array([SAMPLE])))
     plan = StepPlan(segments)
-    return lambda: sampler.sample(logits, plan).to_result()
+    return lambda: sampler.sample(logits, plan)
 
 
 def _theirs(logits: Tensor, params: dict[str, float]) -> Callable[[], object]:

@@ -196,12 +196,19 @@ def open_writer(
         )
 
     model = generation_model(run, module, options, load_weights)
+    image_prompts = None
+    if kind.reads_images:
+        vision = run.config.vision
+        images = ImageInput(
+            image_settings(vision), embeddings_per_tile(vision), has_tile_tags=vision.use_tile_tags
+        )
+        image_prompts = ImagePrompts(images, run.tokenizer)
     return Writer(
         Engine(model, options),
         run.tokenizer,
         TokenizerSpec.of(run.config.tokenizer),
         watching if isinstance(watching, FailureWatch) else None,
-        _image_prompts(run) if kind.reads_images else None,
+        image_prompts,
     )
 
 
@@ -266,14 +273,6 @@ def generation_model(
         has_grid=isinstance(whole, Qwen2VLModel) and text.position_embedding_type == "mrope",
         num_logits=run.padded_vocab_size if run.config.language_model.pad_vocab_in_loss else None,
     )
-
-
-def _image_prompts(run: RunContext) -> ImagePrompts:
-    vision = run.config.vision
-    images = ImageInput(
-        image_settings(vision), embeddings_per_tile(vision), has_tile_tags=vision.use_tile_tags
-    )
-    return ImagePrompts(images, run.tokenizer)
 
 
 def longest_sequence(run: RunContext) -> int:
@@ -341,9 +340,9 @@ class TrainingEngine:
     writer: Writer
     weights: Refit
 
-    def update(self, *, drain: bool = False) -> None:
+    def update(self) -> None:
         """Give the engine the run's weights of this moment; see `Engine.refit`."""
-        self.writer.engine.refit(self.weights, drain=drain)
+        self.writer.engine.refit(self.weights)
 
 
 def open_engine(

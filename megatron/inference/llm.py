@@ -208,8 +208,8 @@ class LLM:
         request = model.request(request_id, ids, params)
         request.images = images
         self.engine.add(request)
-        ends = {*params.stop_token_ids} | ({model.eod} if model.eod is not None else set())
-        rules = TextRules(frozenset(ends), stops, params.min_tokens)
+        ends = frozenset((*params.stop_token_ids, *([] if model.eod is None else [model.eod])))
+        rules = TextRules(ends, stops, params.min_tokens)
         return SampleText(self.tokenizer.detokenize, rules, [] if request.source else text_of(ids))
 
 

@@ -7,14 +7,14 @@ ranks call `follow` with the same model arguments.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.inference.paged_engine.options import EngineOptions
-from megatron.core.inference.paged_engine.request import QueueFullError, Request, TokenOutput
+from megatron.core.inference.paged_engine.request import Request, TokenOutput
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.optional import require
 from megatron.inference.engine_flags import GenerationLayout
@@ -62,17 +62,18 @@ def _open(model_args: dict[str, Any]) -> Writer:
             raise ConfigError(f"model argument {name} is unknown; there are: {', '.join(known)}")
     if "load" not in model_args:
         raise ConfigError("model argument load is missing: give the checkpoint, load=DIR")
-    sizes = {axis: int(model_args[name]) for name, axis in _LAYOUT.items() if name in model_args}
-    longest = model_args.get("max_length")
-    step = model_args.get("ckpt_step")
+    numbers = {name: int(n) for name, n in model_args.items() if name in (*_LAYOUT, *_OTHERS[1:])}
+    sizes = {axis: numbers[name] for name, axis in _LAYOUT.items() if name in numbers}
+    longest = numbers.get("max_length")
     return open_writer(
         str(model_args["load"]),
-        step=None if step is None else int(step),
+        step=numbers.get("ckpt_step"),
         device_kind=cast(DeviceKind, str(model_args.get("device") or "auto").partition(":")[0]),
         layout=GenerationLayout(**sizes),
         options=EngineOptions(
-            max_requests=int(model_args.get("max_requests", 64)),
-            max_sequence_length=None if longest is None else int(longest) + 1,
+            max_requests=numbers.get("max_requests", 64),
+            max_waiting=sys.maxsize,
+            max_sequence_length=longest and longest + 1,
         ),
     )
 
@@ -95,12 +96,12 @@ class _Adapter:
         self.max_length = min(longest, engine.model.max_sequence_length) - 1
         self.max_gen_toks = int(model_args.get("max_gen_toks") or 256)
 
-    @cached_property
+    @property
     def eot_token_id(self) -> int:
         """The token that ends a text."""
         return self._tokenizer.eod
 
-    @cached_property
+    @property
     def prefix_token_id(self) -> int:
         """The token before a text that has no context, as in lm-eval's model ``hf``."""
         begin = self._tokenizer.id_of("bos")
@@ -129,9 +130,13 @@ class _Adapter:
             for _, context, continuation in requests
         ]
         collected = self._run((tokens, params, ()) for tokens, _ in rows)
+        scores = [
+            result.scores[-length:] for result, (_, length) in zip(collected, rows, strict=True)
+        ]
+        # The sum of log-probabilities, and whether greedy decoding gives these tokens.
         return [
-            _score(result.scores[-length:])
-            for result, (_, length) in zip(collected, rows, strict=True)
+            (sum(t.log_prob for t in found), all(t.token == t.top[0][0] for t in found))
+            for found in scores
         ]
 
     def loglikelihood_rolling(
@@ -170,41 +175,35 @@ class _Adapter:
                 f"max_gen_toks {length}: the model takes {self.max_length} tokens, prompt "
                 "included; generate fewer"
             )
-        is_sampled = asked.get("do_sample") or asked.get("temperature", 0) > 0
-        params = SamplingParams(
-            num_tokens_to_generate=length,
-            temperature=float(asked.get("temperature", 1.0)) if is_sampled else 0.0,
-            top_k=int(asked.get("top_k", 0)) if is_sampled else 0,
-            top_p=float(asked.get("top_p", 0.0)) if is_sampled else 0.0,
-        )
+        params = SamplingParams(num_tokens_to_generate=length, temperature=0.0)
+        if asked.get("do_sample") or asked.get("temperature", 0) > 0:
+            params = SamplingParams(
+                num_tokens_to_generate=length,
+                temperature=float(asked.get("temperature", 1.0)),
+                top_k=int(asked.get("top_k", 0)),
+                top_p=float(asked.get("top_p", 0.0)),
+            )
         prompt = self.tok_encode(context) or [self.prefix_token_id]
         return prompt[length - self.max_length :], params, tuple(stop for stop in stops if stop)
 
     def _run(
         self, asked: Iterable[tuple[Tokens, SamplingParams, tuple[str, ...]]]
     ) -> list[_Result]:
-        """Run requests to their end, as many at a time as the engine takes."""
+        """Run requests to their end."""
         engine = self._writer.engine
+        rules = frozenset({self.eot_token_id})
         results = {}
-        waiting = iter([(str(i), *request) for i, request in enumerate(asked)])
-        following = next(waiting, None)
-        while following is not None or engine.has_unfinished:
-            try:
-                while following is not None:
-                    name, tokens, params, stops = following
-                    engine.add(Request(name, tokens, params))
-                    rules = TextRules(frozenset({self.eot_token_id}), stops)
-                    results[name] = _Result(SampleText(self._tokenizer.detokenize, rules))
-                    following = next(waiting, None)
-            except QueueFullError:
-                pass  # the engine has enough to do: the rest waits here
-            for output in engine.step():
-                result = results[output.request_id]
-                result.scores += output.prompt_scores
-                delta = result.state.add(output)
-                result.text += delta.text
-                if isinstance(delta.stopped_by, str):
-                    engine.abort(output.request_id)
+        for number, (tokens, params, stops) in enumerate(asked):
+            engine.add(Request(str(number), tokens, params))
+            state = SampleText(self._tokenizer.detokenize, TextRules(rules, stops))
+            results[str(number)] = _Result(state)
+        for output in engine.run_to_end(()):
+            result = results[output.request_id]
+            result.scores += output.prompt_scores
+            delta = result.state.add(output)
+            result.text += delta.text
+            if isinstance(delta.stopped_by, str):
+                engine.abort(output.request_id)
         return list(results.values())
 
 
@@ -215,8 +214,3 @@ class _Result:
     state: SampleText
     text: str = ""
     scores: list[TokenOutput] = field(default_factory=list)
-
-
-def _score(found: Sequence[TokenOutput]) -> Score:
-    """Return the sum of log-probabilities, and whether greedy decoding gives these tokens."""
-    return sum(t.log_prob for t in found), all(t.token == t.top[0][0] for t in found)

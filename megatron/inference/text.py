@@ -151,29 +151,29 @@ class SampleText:
     def add(self, output: RequestOutput) -> TextDelta:
         """Return the text and tokens that ``output`` adds."""
         text = ""
-        stopped_by = None
+        end_token: int | None = None
         for token in output.new:
             self.num_tokens += 1
-            is_last = token is output.new[-1] and output.finish_reason is not None
             self._waiting.append(PlacedToken(token, self._length))
-            if is_last and output.finish_reason == "stop" and token.token in self.rules.end_tokens:
-                return self._end(text + self._rest(), "stop", token.token)
+            is_last = token is output.new[-1] and output.finish_reason == "stop"
+            if is_last and token.token in self.rules.end_tokens:
+                end_token = token.token
+                break
             piece = self._detokenizer.add(token.token)
             self._length += len(piece)
-            shown, stopped_by = self._look_for_stop(piece)
+            shown, stop = self._look_for_stop(piece)
             text += shown
-            if stopped_by is not None:
-                return self._end(text, "stop", stopped_by)
+            if stop is not None:
+                return self._end(text, "stop", stop)
         if output.finish_reason is None:
             return self._next(text)
-        shown, stopped_by = self._look_for_stop(self._detokenizer.end())
-        if stopped_by is not None:
-            return self._end(text + shown, "stop", stopped_by)
-        return self._end(text + shown + self._finder.end(), output.finish_reason, None)
-
-    def _rest(self) -> str:
-        shown, stopped_by = self._look_for_stop(self._detokenizer.end())
-        return shown if stopped_by is not None else shown + self._finder.end()
+        shown, stop = self._look_for_stop(self._detokenizer.end())
+        text += shown
+        if stop is None:
+            text += self._finder.end()
+        elif end_token is None:
+            return self._end(text, "stop", stop)
+        return self._end(text, output.finish_reason, end_token)
 
     def _look_for_stop(self, piece: str) -> tuple[str, str | None]:
         if self.num_tokens <= self.rules.min_tokens:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
 
-from megatron.core.inference.paged_engine.request import Request, RequestOutput, RequestStatus
+from megatron.core.inference.paged_engine.request import Request, RequestOutput
 from megatron.core.inference.paged_engine.scheduler import EngineLimits, RequestScheduler
 from megatron.core.inference.paged_engine.step_plan import StepOutput, StepPlan
 from megatron.core.inference.sampling_params import SamplingParams
@@ -94,8 +94,6 @@ class Lanes:
         longest = self.limits.max_sequence_length
         for key, request in self.requests.items():
             check(request, self.outputs[key], longest, key not in self.aborted)
-            assert request.status is RequestStatus.FINISHED
-            assert request.slot is None
 
 
 def make_request(

@@ -7,8 +7,6 @@ that a checkpoint or an update of the weights can be loaded into them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -48,28 +46,6 @@ def use_fast_linears(
             module.norm_rows = norm_rows_alike
 
 
-class FastLinears:
-    """Fast matmuls for a model that is also used otherwise: bound to its layers in a context."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._bound = [
-            (vars(module), FastLinear("fp32", batch_invariant=False))
-            for module in model.modules()
-            if isinstance(module, Linear) and module.quantizer is None
-        ]
-
-    @contextmanager
-    def bound(self) -> Iterator[None]:
-        """Bind them until the context ends; meanwhile the model gets no gradients."""
-        for attributes, fast in self._bound:
-            attributes["quantizer"] = fast
-        try:
-            yield
-        finally:
-            for attributes, _ in self._bound:
-                attributes["quantizer"] = None
-
-
 class FastLinear:
     """The matmul of one layer, in place of a quantizer; see `use_fast_linears`."""
 
@@ -88,7 +64,8 @@ class FastLinear:
             num_rows = x.numel() // x.shape[-1]
             if weight.dtype == torch.bfloat16 and num_rows > _MOST_ROWS:
                 return F.linear(x, weight, bias)
-            if weight.dtype == torch.float32 and num_rows >= _MANY_ROWS and _has_onednn(x):
+            has_onednn = x.is_cpu and torch.backends.mkldnn.is_available()
+            if weight.dtype == torch.float32 and num_rows >= _MANY_ROWS and has_onednn:
                 y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
                 return y
         return small_linear(x, weight, bias)
@@ -101,7 +78,3 @@ class FastLinear:
             copy = quantize_weight(weight) if self._format == "int8" else weight.bfloat16()
             made = self._made = weight, weight._version, copy
         return made[2]
-
-
-def _has_onednn(x: Tensor) -> bool:
-    return x.is_cpu and torch.backends.mkldnn.is_available()

@@ -12,7 +12,7 @@ import json
 import select
 import time
 import weakref
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
@@ -36,7 +36,7 @@ from megatron.core.optional import require
 _LARGEST_TEXT = 1 << 16  # characters
 _KINDS = ("json_schema", "regex", "lark", "choice")
 _MOST_GRAMMARS = 128  # in use at the same time: each has a process
-_KEPT_GRAMMARS = 16  # compiled ones, for later requests that have the same grammar
+_KEPT_GRAMMARS = 16  # of the last requests, for later requests that have the same grammar
 _LONGEST_WAIT_S = 0.02  # of a step, for an answer; less for a text whose last one was late
 _SHORTEST_WAIT_S = 0.001
 _PATIENCE_S = 60.0  # with a process that is stopped, or has no processor
@@ -79,12 +79,8 @@ class GrammarMatcher:
         """Advance by an allowed token; after another one no token is allowed."""
         if self.error:
             return
-        if self._wait_s == 0:
-            self._wait_s = _LONGEST_WAIT_S
-        elif self._is_late:
-            self._wait_s = max(self._wait_s / 2, _SHORTEST_WAIT_S)
-        else:
-            self._wait_s = min(self._wait_s * 2, _LONGEST_WAIT_S)
+        wait_s = self._wait_s * (0.5 if self._is_late else 2)
+        self._wait_s = min(max(wait_s, _SHORTEST_WAIT_S), _LONGEST_WAIT_S)
         self._is_late = False
         self._words = None
         self._num_asked += 1
@@ -126,7 +122,7 @@ class Grammars:
         self._in_use: weakref.WeakValueDictionary[tuple[str, str], _GrammarProcess] = (
             weakref.WeakValueDictionary()
         )
-        self._kept: OrderedDict[tuple[str, str], _GrammarProcess] = OrderedDict()
+        self._kept: deque[_GrammarProcess] = deque(maxlen=_KEPT_GRAMMARS)
 
     def matcher(self, kind: str, text: str) -> GrammarMatcher:
         """Return a matcher at the start of a grammar.
@@ -142,31 +138,23 @@ class Grammars:
         if len(text) > _LARGEST_TEXT:
             size = f"grammar of {len(text)} characters"
             raise RequestError(f"{size}: at most {_LARGEST_TEXT} are supported", "grammar")
-        return self._process(kind, text).matcher(self._num_words)
-
-    def close(self) -> None:
-        """End the processes that no matcher uses."""
-        self._kept.clear()
-        self._processes.close()
-
-    def _process(self, kind: str, text: str) -> _GrammarProcess:
         found = self._in_use.get((kind, text))
         if found is None or found.failure:
-            self._kept.pop((kind, text), None)
-            while len(self._in_use) >= _MOST_GRAMMARS and self._kept:
-                self._kept.popitem(last=False)
+            if len(self._in_use) >= _MOST_GRAMMARS:
+                self._kept.clear()
             if len(self._in_use) >= _MOST_GRAMMARS:
                 raise QueueFullError(
                     f"{_MOST_GRAMMARS} grammars are in use, the most at the same time: try again "
                     "later"
                 )
-            found = _GrammarProcess(self._processes, kind, text)
-            self._in_use[kind, text] = found
-        self._kept[kind, text] = found
-        self._kept.move_to_end((kind, text))
-        if len(self._kept) > _KEPT_GRAMMARS:
-            self._kept.popitem(last=False)
-        return found
+            found = self._in_use[kind, text] = _GrammarProcess(self._processes, kind, text)
+        self._kept.append(found)
+        return found.matcher(self._num_words)
+
+    def close(self) -> None:
+        """End the processes that no matcher uses."""
+        self._kept.clear()
+        self._processes.close()
 
 
 class _GrammarProcess:

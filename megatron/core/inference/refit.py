@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,63 +25,35 @@ from megatron.core.dist_checkpointing.mapping import LazyPiece, Piece, ShardedTe
 from megatron.core.parallel.collectives import all_gather_json
 from megatron.core.params.param_info import info_of
 
-# Of one tensor on one rank: key, global shape, dtype in memory, and (offset, shape) of its pieces.
-_Description: TypeAlias = tuple[str, list[int], str, list[tuple[list[int], list[int]]]]
+# First and end index of a box of a global tensor in each dimension.
+Box: TypeAlias = tuple[tuple[int, int], ...]
+# Of one tensor on one rank: key, global shape, dtype in memory, and boxes of its pieces.
+_Description: TypeAlias = tuple[str, list[int], str, list[Box]]
 _SHOWN = 5  # names in an error message
 
 
-@dataclass(frozen=True)
-class _Box:
-    """A box of a global tensor."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def overlap(self, other: _Box) -> _Box | None:
-        """Return the common box, or None."""
-        ends = [
-            (max(a, b), min(a + n, b + m))
-            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        ]
-        if any(low >= high for low, high in ends):
-            return None
-        return _Box(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
-
-    def within(self, offset: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return the slices of this box in a tensor whose first element is at ``offset``."""
-        starts = [a - b for a, b in zip(self.offset, offset, strict=True)]
-        return tuple(slice(s, s + n) for s, n in zip(starts, self.shape, strict=True))
-
-    def split(self, most: int) -> Iterator[_Box]:
-        """Yield boxes of at most ``most`` elements (at least one) that cover this one."""
-        dim = next((d for d, n in enumerate(self.shape) if n > 1), None)
-        if dim is None or prod(self.shape) <= most:
-            yield self
-            return
-        step = max(most // prod(self.shape[dim + 1 :]), 1)
-        for low in range(0, self.shape[dim], step):
-            offset = list(self.offset)
-            shape = list(self.shape)
-            offset[dim] += low
-            shape[dim] = min(step, self.shape[dim] - low)
-            yield from _Box(tuple(offset), tuple(shape)).split(most)
-
-
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """One piece of one tensor: indices in the lists of a rank."""
 
     rank: int
     tensor: int
     piece: int
 
+    def piece_of(self, tensors: Sequence[ShardedTensor]) -> Piece | LazyPiece:
+        """Return the piece."""
+        return tensors[self.tensor].pieces[self.piece]
 
-@dataclass(frozen=True)
-class _Transfer:
+
+class _Transfer(NamedTuple):
     source: _Place
     target: _Place
-    box: _Box
+    box: Box
     dtype: torch.dtype  # of the values that are sent
+
+    def slices(self, piece: Piece | LazyPiece) -> tuple[slice, ...]:
+        """Return where the box is in ``piece``."""
+        pairs = zip(self.box, piece.offset, strict=True)
+        return tuple(slice(first - at, end - at) for (first, end), at in pairs)
 
 
 class Refit:
@@ -106,8 +77,20 @@ class Refit:
         self._targets = targets
         self._group = group
         every = all_gather_json((_described(sources()), _described(targets)), group)
-        held, wanted = ([ranks[i] for ranks in every] for i in (0, 1))
-        self._rounds = _my_rounds(_transfers(held, wanted, buffer_bytes), group, buffer_bytes)
+        held, wanted = zip(*every, strict=True)
+        # Rounds by bytes, the same on all ranks, of which this rank takes part in some.
+        rounds: list[list[_Transfer]] = [[]]
+        used: Counter[int] = Counter()
+        for t in _transfers(held, wanted, buffer_bytes):
+            ends = {t.source.rank, t.target.rank}
+            num_bytes = _size(t.box) * t.dtype.itemsize if len(ends) > 1 else 0
+            if num_bytes and any(used[end] + num_bytes > buffer_bytes for end in ends):
+                rounds.append([])
+                used.clear()
+            used.update(dict.fromkeys(ends, num_bytes))
+            if group.rank() in ends:
+                rounds[-1].append(t)
+        self._rounds = [mine for mine in rounds if mine]
 
     @torch.no_grad()
     def copy(self) -> None:
@@ -119,12 +102,14 @@ class Refit:
             arrivals: list[tuple[_Transfer, Tensor]] = []
             for t in transfers:
                 if t.source.rank != me:
-                    where = _piece(self._targets, t.target).data.device
-                    buffer = torch.empty(t.box.shape, dtype=t.dtype, device=where)
+                    where = t.target.piece_of(self._targets).data.device
+                    shape = [end - first for first, end in t.box]
+                    buffer = torch.empty(shape, dtype=t.dtype, device=where)
                     arrivals.append((t, buffer))
                     operations.append(self._operation(dist.irecv, buffer, t.source.rank))
                     continue
-                values = _piece(sources, t.source).data[_slices(sources, t.source, t.box)]
+                piece = t.source.piece_of(sources)
+                values = piece.data[t.slices(piece)]
                 if t.target.rank == me:
                     self._store(t, values)
                 else:
@@ -141,14 +126,14 @@ class Refit:
         return dist.P2POp(start, buffer, group=self._group, group_peer=peer)
 
     def _store(self, transfer: _Transfer, values: Tensor) -> None:
-        at = _slices(self._targets, transfer.target, transfer.box)
+        piece = transfer.target.piece_of(self._targets)
 
-        def write(piece: Tensor) -> None:
-            view = piece[at]
+        def write(whole: Tensor) -> None:
+            view = whole[transfer.slices(piece)]
             if view.data_ptr() != values.data_ptr():  # see `share_parameters`
                 view.copy_(values)
 
-        _piece(self._targets, transfer.target).fill(write)
+        piece.fill(write)
 
 
 def share_parameters(sources: Iterable[nn.Module], target: nn.Module) -> int:
@@ -185,113 +170,85 @@ def note_new_weights(module: nn.Module) -> None:
 
 
 def _described(tensors: Sequence[ShardedTensor]) -> list[_Description]:
-    return [
-        (
-            t.key,
-            list(t.global_shape),
-            _dtype_of(t),
-            [(list(p.offset), list(p.shape)) for p in t.pieces],
-        )
-        for t in tensors
-    ]
-
-
-def _dtype_of(tensor: ShardedTensor) -> str:
-    """Return the name of the dtype in memory; a file may have another one."""
-    dtypes = [p.data.dtype for p in tensor.pieces if isinstance(p, Piece)]
-    return str(dtypes[0] if dtypes else tensor.dtype).removeprefix("torch.")
+    found: list[_Description] = []
+    for t in tensors:
+        # A file may have another dtype.
+        dtypes = [p.data.dtype for p in t.pieces if isinstance(p, Piece)] or [t.dtype]
+        boxes = [
+            tuple((first, first + n) for first, n in zip(p.offset, p.shape, strict=True))
+            for p in t.pieces
+        ]
+        found.append((t.key, list(t.global_shape), str(dtypes[0]).removeprefix("torch."), boxes))
+    return found
 
 
 def _transfers(
-    held: list[list[_Description]], wanted: list[list[_Description]], buffer_bytes: int
-) -> list[_Transfer]:
-    """Return the transfers of all ranks: each target box from one rank that holds it.
+    held: Sequence[list[_Description]], wanted: Sequence[list[_Description]], buffer_bytes: int
+) -> Iterator[_Transfer]:
+    """Yield the transfers of all ranks: each target box from one rank that holds it.
 
     That is the target's own rank if it can be, else the rank that sends the fewest bytes so far.
+    Raises ConfigError if a target is missing or has another shape.
     """
-    holders = _holders(held)
-    _check(held, wanted)
-    sent: Counter[int] = Counter()
-    out = []
-    for key, rank, index, tensor in sorted(
-        (tensor[0], rank, index, tensor)
-        for rank, tensors in enumerate(wanted)
-        for index, tensor in enumerate(tensors)
-    ):
-        dtype, boxes = holders[key]
-        asked: torch.dtype = getattr(torch, tensor[2])
-        sent_dtype = asked if asked.itemsize < dtype.itemsize else dtype
-        for number, (offset, shape) in enumerate(tensor[3]):
-            whole = _Box(tuple(offset), tuple(shape))
-            covered = 0
-            for box, places in boxes.items():
-                common = whole.overlap(box)
-                for part in common.split(buffer_bytes // 8) if common is not None else ():
-                    source = min(places, key=lambda p: (p.rank != rank, sent[p.rank], p.rank))
-                    covered += prod(part.shape)
-                    if source.rank != rank:
-                        sent[source.rank] += prod(part.shape) * sent_dtype.itemsize
-                    out.append(_Transfer(source, _Place(rank, index, number), part, sent_dtype))
-            assert covered == prod(shape), f"{key}: the ranks' parts overlap or leave a gap"
-    return out
-
-
-def _holders(
-    held: list[list[_Description]],
-) -> dict[str, tuple[torch.dtype, dict[_Box, list[_Place]]]]:
-    """Return for each key the highest precision in which ranks hold it, and who holds each box."""
-    dtypes: dict[str, torch.dtype] = {}
-    for key, _, name, _ in (tensor for tensors in held for tensor in tensors):
-        dtype = getattr(torch, name)
-        if key not in dtypes or dtype.itemsize > dtypes[key].itemsize:
-            dtypes[key] = dtype
-    boxes: dict[str, dict[_Box, list[_Place]]] = defaultdict(lambda: defaultdict(list))
-    for rank, tensors in enumerate(held):
-        for index, (key, _, name, pieces) in enumerate(tensors):
-            for number, (offset, shape) in enumerate(pieces):
-                if getattr(torch, name) == dtypes[key]:
-                    box = _Box(tuple(offset), tuple(shape))
-                    boxes[key][box].append(_Place(rank, index, number))
-    return {key: (dtype, boxes[key]) for key, dtype in dtypes.items()}
-
-
-def _check(held: list[list[_Description]], wanted: list[list[_Description]]) -> None:
-    """Raise ConfigError if a target is missing or has another shape."""
     shapes = {key: shape for tensors in held for key, shape, _, _ in tensors}
-    asked = {key: shape for tensors in wanted for key, shape, _, _ in tensors}
-    problems = [
-        f"{key} has shape {shapes.get(key, 'none')} in training and {shape} in the engine"
-        for key, shape in sorted(asked.items())
+    problems = {
+        f"{key} has shape {shapes.get(key, 'none')} in training and {shape} in the engine": None
+        for key, shape, _, _ in sorted(tensor for tensors in wanted for tensor in tensors)
         if shapes.get(key) != shape
-    ]
+    }
     if problems:
         raise ConfigError(
             "the engine's model is not the model in training: give both the same model flags; "
-            + "; ".join(problems[:_SHOWN])
+            + "; ".join([*problems][:_SHOWN])
         )
+    # The highest precision in which ranks hold a tensor, and who holds each box in it.
+    highest: dict[str, torch.dtype] = {}
+    holders: dict[str, dict[Box, list[_Place]]] = {}
+    for rank, tensors in enumerate(held):
+        for index, (key, _, name, boxes) in enumerate(tensors):
+            dtype = getattr(torch, name)
+            if key not in highest or dtype.itemsize > highest[key].itemsize:
+                highest[key] = dtype
+                holders[key] = defaultdict(list)
+            for number, box in enumerate(boxes if dtype == highest[key] else ()):
+                at = tuple((first, end) for first, end in box)  # JSON has made lists of tuples
+                holders[key][at].append(_Place(rank, index, number))
+    sent: Counter[int] = Counter()
+    for key, rank, index, name, boxes in sorted(
+        (key, rank, index, name, boxes)
+        for rank, tensors in enumerate(wanted)
+        for index, (key, _, name, boxes) in enumerate(tensors)
+    ):
+        dtype = min(highest[key], getattr(torch, name), key=lambda d: d.itemsize)
+        for number, whole in enumerate(boxes):
+            covered = 0
+            for box, places in holders[key].items():
+                for part in _split(_overlap(whole, box), buffer_bytes // 8):
+                    source = min(places, key=lambda p: (p.rank != rank, sent[p.rank], p.rank))
+                    covered += _size(part)
+                    if source.rank != rank:
+                        sent[source.rank] += _size(part) * dtype.itemsize
+                    yield _Transfer(source, _Place(rank, index, number), part, dtype)
+            assert covered == _size(whole), f"{key}: the ranks' parts overlap or leave a gap"
 
 
-def _my_rounds(
-    transfers: list[_Transfer], group: ProcessGroup, buffer_bytes: int
-) -> list[list[_Transfer]]:
-    """Split the transfers into rounds by bytes, the same on all ranks; return this rank's part."""
-    rounds: list[list[_Transfer]] = [[]]
-    used: Counter[int] = Counter()
-    for t in transfers:
-        ends = {t.source.rank, t.target.rank}
-        num_bytes = prod(t.box.shape) * t.dtype.itemsize if len(ends) > 1 else 0
-        if num_bytes and any(used[end] + num_bytes > buffer_bytes for end in ends):
-            rounds.append([])
-            used.clear()
-        used.update(dict.fromkeys(ends, num_bytes))
-        if group.rank() in ends:
-            rounds[-1].append(t)
-    return [mine for mine in rounds if mine]
+def _size(box: Box) -> int:
+    return prod(max(end - first, 0) for first, end in box)
 
 
-def _piece(tensors: Sequence[ShardedTensor], place: _Place) -> Piece | LazyPiece:
-    return tensors[place.tensor].pieces[place.piece]
+def _overlap(one: Box, other: Box) -> Box:
+    pairs = zip(one, other, strict=True)
+    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
 
 
-def _slices(tensors: Sequence[ShardedTensor], place: _Place, box: _Box) -> tuple[slice, ...]:
-    return box.within(_piece(tensors, place).offset)
+def _split(box: Box, most: int) -> Iterator[Box]:
+    """Yield boxes of at most ``most`` elements (at least one) that cover ``box``; none if empty."""
+    size = _size(box)
+    if size <= max(most, 1):
+        yield from [box] * (size > 0)
+        return
+    dim = next(d for d, (first, end) in enumerate(box) if end - first > 1)
+    first, end = box[dim]
+    step = max(most * (end - first) // size, 1)
+    for low in range(first, end, step):
+        yield from _split((*box[:dim], (low, min(low + step, end)), *box[dim + 1 :]), most)

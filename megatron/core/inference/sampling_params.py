@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
+
+_LARGEST = sys.float_info.max
+_PROBABILITY = (0, 1, "a probability, 0 to 1")
+_COUNT = (0, math.inf, "0 or more")
+_FINITE = (-_LARGEST, _LARGEST, "a finite number")
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "temperature": (0, _LARGEST, "a number of 0 or more"),
+    "top_k": (0, math.inf, "0 for no limit, or more"),
+    "top_p": _PROBABILITY,
+    "top_p_decay": (0, 1, "a factor, 0 to 1"),
+    "top_p_bound": _PROBABILITY,
+    "min_p": _PROBABILITY,
+    "num_tokens_to_generate": _COUNT,
+    "top_n_logprobs": _COUNT,
+    "min_tokens": _COUNT,
+    "repetition_penalty": (sys.float_info.min, _LARGEST, "a number above 0"),
+    "presence_penalty": _FINITE,
+    "frequency_penalty": _FINITE,
+}
 
 
 @dataclass
@@ -49,26 +69,11 @@ class SamplingParams:
 
     def problems(self) -> list[str]:
         """Return one sentence for each value that is out of range."""
-        out = []
-
-        def need(name: str, fits: bool, what: str) -> None:
-            if not fits:
-                flag = name.replace("_", "-")
-                out.append(f"--{flag} {getattr(self, name)}: give {what}")
-
-        need("temperature", 0 <= self.temperature < math.inf, "a number of 0 or more")
-        need("top_k", self.top_k >= 0, "0 for no limit, or more")
-        need("top_p", 0 <= self.top_p <= 1, "a probability, 0 to 1")
-        need("top_p_decay", 0 <= self.top_p_decay <= 1, "a factor, 0 to 1")
-        need("top_p_bound", 0 <= self.top_p_bound <= 1, "a probability, 0 to 1")
-        need("min_p", 0 <= self.min_p <= 1, "a probability, 0 to 1")
-        need("num_tokens_to_generate", self.num_tokens_to_generate >= 0, "0 or more")
-        need("top_n_logprobs", self.top_n_logprobs >= 0, "0 or more")
-        need("min_tokens", self.min_tokens >= 0, "0 or more")
-        need("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number above 0")
-        need("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
-        need("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number")
-        return out
+        return [
+            f"--{name.replace('_', '-')} {getattr(self, name)}: give {what}"
+            for name, (least, most, what) in _RANGES.items()
+            if not least <= getattr(self, name) <= most
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values; attributes that a script has added are left out."""
@@ -87,8 +92,7 @@ class SamplingParams:
 
     def add_attributes(self, attribute_value_pair: Mapping[str, object]) -> None:
         """Set further attributes, as Megatron-LM's scripts do."""
-        for name, value in attribute_value_pair.items():
-            setattr(self, name, value)
+        vars(self).update(attribute_value_pair)
 
     @property
     def is_greedy(self) -> bool:

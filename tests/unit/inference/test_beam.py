@@ -176,10 +176,10 @@ def test_an_ended_text_outside_the_best_ones_is_not_kept() -> None:
     search = BeamSearch(BeamParams(2), RequestState(request, (0, 0), 5, 1, EOD), 0)
     top = [(3, -1.0), (4, -2.0), (EOD, -3.0), (5, -4.0)]
     assert search.advance([top]) == [(0, 3), (0, 4)]
-    assert search.results() == ()
+    assert search.ended == []
     top = [(EOD, -0.5), (3, -1.0), (4, -2.0), (5, -4.0)]
     assert search.advance([top, top]) == [(0, 3), (0, 4)]
-    assert [(b.score, b.finish_reason) for b in search.results()] == [(-0.75, "stop")]
+    assert [(b.score, b.finish_reason) for b in search.ended] == [(-0.75, "stop")]
 
 
 @pytest.mark.parametrize(

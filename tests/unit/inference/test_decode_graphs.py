@@ -10,7 +10,6 @@ import torch
 from megatron.core.inference.paged_engine import decode_graphs
 from megatron.core.inference.paged_engine.decode_graphs import DecodeGraphs, captured_sizes
 from megatron.core.inference.paged_engine.engine import EngineOptions
-from megatron.core.inference.refit import note_new_weights
 from tests.support.graph_stand_in import graphs_on_cpu
 from tests.unit.inference.test_engine import MOE, Tokens, assert_equal, engine, requests
 
@@ -80,7 +79,7 @@ def test_new_weights_are_captured_again() -> None:
         torch.manual_seed(3)
         for param in one.model.module.parameters():
             param.data = torch.randn_like(param) * 0.3  # at another address
-        note_new_weights(one.model.module)
+        one.use_new_weights()
         found = tokens_of(one)
         assert graph.graphs > before
         assert graph.living == graph.graphs - before

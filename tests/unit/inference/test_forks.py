@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.core.inference.paged_engine.request import Request, RequestError
+from megatron.core.inference.paged_engine.request import Request
 from tests.support.engine_lanes import LIMITS, Lanes, make_request
 
 
@@ -103,14 +103,4 @@ def test_forks_wait_until_all_parts_of_the_prompt_are_computed() -> None:
         assert plan is not None
         rows.append([(s.start, len(s.tokens)) for s in plan.segments])
     assert rows == [[(0, 16)], [(16, 4)], [(20, 1), (19, 1)]]
-    lanes.run()
-
-
-def test_a_fork_has_the_prompt_of_its_first_request() -> None:
-    lanes = Lanes()
-    parent = lanes.add(make_request("p", 10))
-    fork = _fork(parent, 0)
-    fork.prompt[3] += 1
-    with pytest.raises(RequestError, match="the prompt of fork_of 'p' is another one"):
-        lanes.add(fork)
     lanes.run()

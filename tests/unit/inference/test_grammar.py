@@ -72,7 +72,7 @@ def written(matcher: GrammarMatcher, seed: int, longest: int = 2000) -> bytes:
         row = Segment(0, position - 1, np.array([0]), nothing, np.array([SAMPLE]))
         plan = StepPlan([row], masks={0: matcher.allowed().astype(np.int64)})
         logits = torch.randn(1, len(TOKENS), generator=generator) * 2
-        token = int(sampler.sample(logits, plan).tokens)
+        token = int(sampler.sample(logits, plan).tokens[0])
         assert token != NO_TOKEN, (matcher.error, text)
         if token == EOD:
             return text

@@ -16,7 +16,6 @@ from megatron.core.fusions.rms_norm import norm_rows_alike
 from megatron.core.fusions.small_linear import small_linear
 from megatron.core.inference.fast_linear import use_fast_linears
 from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
-from megatron.core.inference.refit import note_new_weights
 from tests.support import selection
 from tests.unit.inference.test_engine import MOE, Tokens, engine, requests
 
@@ -99,7 +98,7 @@ def test_new_weights_are_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None
     with torch.no_grad():
         for param in one.model.module.parameters():
             param.data = torch.randn_like(param) * 0.3  # at another address
-    note_new_weights(one.model.module)
+    one.use_new_weights()
     replayed.clear()
     found = tokens_of(one)
     assert found != before
@@ -107,7 +106,7 @@ def test_new_weights_are_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None
     assert not {*map(id, known)} & {*map(id, replayed)}
     plain = made(0)
     plain.model.module.load_state_dict(one.model.module.state_dict())
-    note_new_weights(plain.model.module)
+    plain.use_new_weights()
     assert found == tokens_of(plain)
 
 

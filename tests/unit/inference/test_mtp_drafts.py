@@ -10,10 +10,10 @@ import torch
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
-from megatron.core.inference.paged_engine.request import Request
+from megatron.core.inference.paged_engine.request import Request, TokenOutput
 from megatron.core.inference.paged_engine.request_state import RequestState
 from megatron.core.inference.paged_engine.runner import GenerationModel
-from megatron.core.inference.paged_engine.scheduler import OutputRows, RequestScheduler
+from megatron.core.inference.paged_engine.scheduler import RequestScheduler
 from megatron.core.inference.paged_engine.step_plan import NO_TOKEN
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -206,12 +206,14 @@ def test_drafts_are_those_of_a_forward_pass_over_the_text(
     accept = RequestScheduler._accept
 
     def recorded(
-        self: RequestScheduler, state: RequestState, rows: OutputRows, *more: Any
+        self: RequestScheduler,
+        state: RequestState,
+        rows: list[TokenOutput],
+        drafts: list[int],
+        offered: list[int],
     ) -> object:
-        found = accept(self, state, rows, *more)
-        log.extend(
-            (state.request.tokens, token) for token in rows.drafts()[:1] if token != NO_TOKEN
-        )
+        found = accept(self, state, rows, drafts, offered)
+        log.extend((state.tokens.to_list(), token) for token in offered[:1] if token != NO_TOKEN)
         return found
 
     monkeypatch.setattr(RequestScheduler, "_accept", recorded)

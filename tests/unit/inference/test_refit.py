@@ -189,13 +189,13 @@ def test_a_refit_forgets_the_keys_of_the_old_weights() -> None:
 
 
 def refit_amid(
-    rank: int, world: int, sizes: Layout, options: dict[str, Any], drain: bool
+    rank: int, world: int, sizes: Layout, options: dict[str, Any]
 ) -> dict[str, list[tuple[int, float, int]]]:
     """Refit after 6 steps; return token, log-probability and version of each request."""
     made = engine(EngineOptions(page_size=4, **options), world, sizes)
     weights = Negation(made.model.module)
     if rank:
-        made.refit(weights, drain=drain)
+        made.refit(weights)
         made.follow()
         return {}
     out: dict[str, list[tuple[int, float, int]]] = {}
@@ -205,7 +205,7 @@ def refit_amid(
     steps = 0
     while made.has_unfinished:
         if steps == 6:
-            made.refit(weights, drain=drain)
+            made.refit(weights)
         for output in made.step():
             out[output.request_id] += [
                 (t.token, t.log_prob, output.weight_version) for t in output.new
@@ -244,7 +244,7 @@ def continued(request_id: str, old: list[tuple[int, float, int]]) -> list[tuple[
 def test_running_requests_go_on_with_keys_of_the_new_weights(
     world: int, sizes: Layout, options: dict[str, Any]
 ) -> None:
-    found = run_ranks(refit_amid, world, sizes, options, False)[0]
+    found = run_ranks(refit_amid, world, sizes, options)[0]
     was_split = False
     for name, tokens in found.items():
         versions = [version for _, _, version in tokens]
@@ -255,11 +255,3 @@ def test_running_requests_go_on_with_keys_of_the_new_weights(
         if new and name not in ("4",):  # 4 has a penalty for the tokens of its prompt
             assert_equal({name: new}, {name: continued(name, old)})
     assert was_split, "no request was running"
-
-
-def test_drained_requests_end_with_the_old_weights() -> None:
-    for world, sizes in ((1, {}), (2, {"pp": 2})):
-        found = run_ranks(refit_amid, world, sizes, {"max_requests": 4}, True)[0]
-        versions = {name: {v for _, _, v in tokens} for name, tokens in found.items()}
-        assert all(len(seen) == 1 for seen in versions.values())
-        assert {v for seen in versions.values() for v in seen} == {0, 1}

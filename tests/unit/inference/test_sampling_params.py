@@ -38,8 +38,8 @@ def test_the_cache_returns_all_tokens_and_refuses_too_many() -> None:
         return found
 
     assert attend(key, key) == [[0, 1, 2]] * 2
-    cache.advance(3)
+    cache.increment_sequence_len_offset(3)
     assert attend(key[:1] + 9, key[:1] + 7) == [[0, 1, 2, 9], [0, 1, 2, 7]]
-    cache.advance(1)
+    cache.increment_sequence_len_offset(1)
     with pytest.raises(ValueError, match="5 tokens do not fit into a cache of 4"):
         attend(key[:1], key[:1])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Admission, Segment, StepPlan
-from megatron.core.inference.sampling.choice import Blocks, Filters, scale_of
+from megatron.core.inference.sampling.choice import Blocks, scale_of
 from megatron.core.inference.sampling.sampler import Sampler
 from tests.support import selection
 from tests.unit.inference.test_sampler import CPU
@@ -52,13 +52,14 @@ def test_filters_keep_the_tokens_that_transformers_keeps(vocab: int) -> None:
         params = {k: v for k, v in zip(choices, values, strict=True) if v is not None}
         logits = torch.randn(4, vocab, generator=generator) * 2
         rows = np.ones(4, dtype=np.float32)
-        filters = Filters(
+        scaled = scale_of(
+            Blocks.of(logits),
             rows * np.float32(params.get("temperature", 1)),
             rows.astype(np.int64) * min(int(params.get("top_k", vocab)), vocab),
             rows * np.float32(params.get("top_p", 1)),
             rows * np.float32(params.get("min_p", 0)),
-        )
-        scaled = scale_of(Blocks.of(logits), filters, torch.from_numpy)(logits)
+            torch.from_numpy,
+        )(logits)
         assert torch.equal(scaled.isfinite(), processed(logits, params).isfinite()), params
 
 
@@ -77,7 +78,7 @@ def counts_of(logits: Tensor, params: dict[str, float], number: int) -> Tensor:
         row = (np.array([40]), nothing, np.array([SAMPLE]))
         plan = StepPlan([Segment(slot, start, *row) for slot in range(slots)])
         found = sampler.sample(logits.expand(slots, -1), plan)
-        seen += torch.bincount(found.tokens, minlength=vocab)
+        seen += torch.bincount(torch.from_numpy(found.tokens), minlength=vocab)
     return seen
 
 

@@ -139,7 +139,7 @@ def test_a_cache_gives_the_logits_of_the_whole_sequence(
         for count in (5, 1, 3, 1, 2):
             part = slice(start, start + count)
             out = model(ids[:, part], positions[:, part], None, inference_context=cache)
-            cache.advance(count)
+            cache.increment_sequence_len_offset(count)
             start += count
             assert out.shape == (2, 1, VOCABULARY)
             torch.testing.assert_close(out[:, 0], expected[:, start - 1], **tolerances.LOGITS)

@@ -82,7 +82,7 @@ def test_a_cache_gives_the_logits_of_the_whole_sequence(name: str) -> None:
                 None, target[:, start:stop], None, None, padding, encoder_hidden_states=encoded,
                 inference_context=cache,
             )  # fmt: skip
-            cache.advance(stop - start)
+            cache.increment_sequence_len_offset(stop - start)
             torch.testing.assert_close(new[:, -1], whole[:, stop - 1], **tolerances.LOGITS)
 
 

@@ -68,7 +68,7 @@ def test_token_by_token_gives_the_logits_of_the_whole(pattern: str, position: st
         for start, stop in ((0, 7), (7, 12), *((i, i + 1) for i in range(12, LENGTH))):
             part = slice(start, stop)
             found.append(model(ids[:, part], places[:, part], None, inference_context=cache))
-            cache.advance(stop - start)
+            cache.increment_sequence_len_offset(stop - start)
     expected = whole[:, [6, 11, *range(12, LENGTH)]]
     torch.testing.assert_close(torch.cat(found, 1), expected, **tolerances.of(torch.float64))
 

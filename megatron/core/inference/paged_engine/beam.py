@@ -68,7 +68,7 @@ class BeamSearch:
         self._root = root
         self._num_top = num_top
         self._open = [_Text()]
-        self._ended: list[Beam] = []  # best first, at most ``width``
+        self.ended: list[Beam] = []  # best first, at most ``width``
 
     def advance(self, tops: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, int]]:
         """Extend the open beams; return the next ones as (index of an open beam, token).
@@ -96,9 +96,9 @@ class BeamSearch:
                 self._end(text, "stop")
             if len(still_open) == width:
                 break
-        is_full = len(self._ended) == width
+        is_full = len(self.ended) == width
         if is_full and (
-            self.params.early_stopping or self._ended[-1].score >= self._score(texts[0])
+            self.params.early_stopping or self.ended[-1].score >= self._score(texts[0])
         ):  # no open text can become better
             still_open = []
         elif length == self._root.max_new:
@@ -108,18 +108,14 @@ class BeamSearch:
         self._open = still_open
         return [(text.index, text.last.token) for text in still_open]
 
-    def results(self) -> tuple[Beam, ...]:
-        """Return the ended beams, best first."""
-        return tuple(self._ended)
-
     def _score(self, text: _Text) -> float:
         score: float = text.total / text.length**self.params.length_penalty
         return score
 
     def _end(self, text: _Text, reason: FinishReason) -> None:
         beam = Beam(text.tokens(), self._score(text), reason)
-        insort(self._ended, beam, key=lambda b: -b.score)
-        del self._ended[self.params.width :]
+        insort(self.ended, beam, key=lambda b: -b.score)
+        del self.ended[self.params.width :]
 
 
 @dataclass(frozen=True)

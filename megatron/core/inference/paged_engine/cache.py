@@ -109,12 +109,6 @@ class PagedCache:
         tensors = [x for pair in self._layers.values() for x in pair]
         return sum(x.nbytes // x.shape[0] for x in tensors)
 
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes allocated."""
-        kept = (*self._layers.values(), *self.states.values(), *self.others.values())
-        return sum(x.nbytes for tensors in kept for x in tensors)
-
     def _slots(self, like: State) -> State:
         return tuple(part.new_zeros(self.max_requests + 1, *part.shape[1:]) for part in like)
 
@@ -200,8 +194,9 @@ class BatchView:
 
     ``slots``: positions in each slot.  ``sources``: slot and number of tokens of each sequence that
     the encoder has read in this step.  ``row_invariant``: recurrent layers run each request alone,
-    so that its bits do not depend on the others.  ``into``: a tensor of `num_integers` that
-    receives the integers of the rows, and the width of the block table.
+    so that its bits do not depend on the others.  ``width`` of the block table: for a graph, which
+    calls `prepare` itself; it reads the integers of the rows from `integers`, which are ``into`` if
+    given.
     """
 
     def __init__(
@@ -213,7 +208,8 @@ class BatchView:
         slots: SlotPositions,
         sources: Sequence[tuple[int, int]] = (),
         row_invariant: bool = False,
-        into: tuple[Tensor, int] | None = None,
+        width: int | None = None,
+        into: Tensor | None = None,
     ) -> None:
         self._cache = cache
         self._segments = plan.segments
@@ -231,9 +227,8 @@ class BatchView:
         self._rows = list(map(slice, first_row[:-1].tolist(), first_row[1:].tolist()))
         of_row = np.arange(len(lengths)).repeat(lengths)
         positions = _count_up(starts, lengths)
-        width = num_pages.max() if into is None else into[1]
-        table = np.zeros((len(lengths), width), np.int64)
-        table[np.arange(width) < num_pages[:, None]] = np.concatenate(pages)
+        table = np.zeros((len(lengths), width or num_pages.max()), np.int64)
+        table[np.arange(table.shape[1]) < num_pages[:, None]] = np.concatenate(pages)
         page_of, offsets = np.divmod(positions, cache.page_size)
         at = table[of_row, page_of] * cache.page_size + offsets
         slot_of_row = np.array(numbers)[of_row]
@@ -255,20 +250,21 @@ class BatchView:
         # One copy to the device, which the host does not wait for.
         whole = host_array(torch.from_numpy(np.concatenate(rows)), device)
         if into is None:
-            on_device = whole.to(device, non_blocking=True)
+            into = whole.to(device, non_blocking=True)
         else:
-            on_device = into[0].copy_(whole, non_blocking=True)
-        uploaded = on_device.split([len(x) for x in rows])
+            into.copy_(whole, non_blocking=True)
+        self.integers = into
+        uploaded = into.split([len(x) for x in rows])
         self.token_ids, self._positions, self._contexts, self._at, self._outputs = uploaded[:5]
         self._indices = (*uploaded[5:7], uploaded[7].view(table.shape))
         # Time, height and width of the rows with M-RoPE: [3, 1, N].
         self.grid = uploaded[8].view(3, 1, -1) if slots.has_grid else None
         self._batch: PagedBatch | None = None
-        if into is None:
+        if width is None:
             self.prepare()
 
     def prepare(self) -> None:
-        """Convert the indices of this step for the kernels.  With ``into`` the pass calls it."""
+        """Convert the indices of this step for the kernels."""
         self._batch = PagedBatch(*(x.int() for x in self._indices))
 
     def at_depth(self, depth: int) -> BatchView:
@@ -378,11 +374,6 @@ class BatchView:
         """Copy the tokens of a segment's request out of the pages: [t, 1, g, d]."""
         own = torch.from_numpy(segment.pages).to(pages.device)
         return gather(pages, own, 0, segment.num_keys).unsqueeze(1)
-
-
-def num_integers(num_rows: int, table_width: int, *, has_grid: bool) -> int:
-    """Return how many integers a view of ``num_rows`` requests with one token each uploads."""
-    return num_rows * (7 + table_width + 3 * has_grid) + 1
 
 
 def _count_up(starts: Integers, lengths: Integers) -> Integers:

@@ -16,24 +16,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.device import cpu_kernels
 from megatron.core.device.host_graph import Arena, HostGraph
 from megatron.core.inference.fast_linear import FastLinear
-from megatron.core.inference.paged_engine.cache import (
-    BatchView,
-    PagedCache,
-    SlotPositions,
-    num_integers,
-)
-from megatron.core.inference.paged_engine.step_plan import SAMPLE, Integers, Segment, StepPlan
+from megatron.core.inference.paged_engine.cache import BatchView, PagedCache, SlotPositions
+from megatron.core.inference.paged_engine.step_plan import SAMPLE_ONLY, StepPlan, idle_segment
 from megatron.core.tensor_parallel.layers import Linear
 
 Forward = Callable[[BatchView], Tensor]
@@ -41,11 +35,10 @@ Forward = Callable[[BatchView], Tensor]
 _MOST_HOST_ROWS = 64  # with more, computing takes so long that the host's share is small
 
 
-@dataclass
-class _Captured:
+class _Captured(NamedTuple):
     integers: Tensor  # static input
-    graph: device.Graph | HostGraph | None = None
-    logits: Tensor | None = None  # static output; the next replay of any graph overwrites it
+    graph: device.Graph | HostGraph
+    logits: Tensor  # static output; the next replay of any graph overwrites it
 
 
 class DecodeGraphs:
@@ -68,84 +61,67 @@ class DecodeGraphs:
         self._is_possible = _can_be_held(module, is_on_host=self._is_on_host)
         self._pool = cache(device.graph_pool)  # one memory pool: no output outlives its step
         self._arena = Arena()
-        self._weights = self._version()
 
     def run(self, plan: StepPlan, slots: SlotPositions) -> Tensor | None:
         """Return the logits of a decode step [1, r, v], until the next call; None: not possible.
 
         The first step of a size runs without a graph and is captured afterwards.
         """
+        count = len(plan.segments)
         if not (self._is_possible and self._sizes and _is_decoding(plan)):
             return None
-        if len(plan.segments) > self._sizes[-1]:
+        if count > self._sizes[-1]:
             return None
-        if (version := self._version()) != self._weights:
-            self.release()  # weights may have another address now
-            self._weights = version
-        rows = self._sizes[bisect_left(self._sizes, len(plan.segments))]
+        rows = self._sizes[bisect_left(self._sizes, count)]
         width = 1 << (max(len(s.pages) for s in plan.segments) - 1).bit_length()
-        where = next(self._module.parameters()).device
+        idle = idle_segment(self._cache.max_requests, self._cache.num_pages, SAMPLE_ONLY)
         known = self._captured.get((rows, width))
-        if known is None:
-            count = num_integers(rows, width, has_grid=slots.has_grid)
-            integers = torch.empty(count, dtype=torch.int64, device=where)
-            known = _Captured(integers)
         view = BatchView(
             self._cache,
-            self._padded(plan, rows),
-            where,
+            replace(plan, segments=[*plan.segments, *[idle] * (rows - count)]),
+            next(self._module.parameters()).device,
             slots=slots,
-            into=(known.integers, width),
+            width=width,
+            into=None if known is None else known.integers,
         )
-        if known.graph is not None:
+        if known is not None:
             known.graph.replay()
-            assert known.logits is not None, "captured with the graph"
-            return known.logits[:, : len(plan.segments)]
-        logits = self._record(known, view) if self._is_on_host else self._forward(view)
-        if view.reads_host:  # a layer needs the numbers of the plan: a graph would repeat these
-            self._is_possible = False
-        if not self._is_possible:
-            return logits[:, : len(plan.segments)]
-        if not self._is_on_host:
-            self._capture(known, view)
-        self._captured[rows, width] = known
-        return logits[:, : len(plan.segments)]
+            return known.logits[:, :count]
+        record = self._record if self._is_on_host else self._capture
+        logits, captured = record(view)
+        if captured is not None:
+            self._captured[rows, width] = captured
+        return logits[:, :count]
 
     def release(self) -> None:
-        """Free all graphs."""
+        """Free all graphs: weights may have another address afterwards."""
         for captured in self._captured.values():
-            if captured.graph is not None:
-                captured.graph.release()
+            captured.graph.release()
         self._captured.clear()
         self._arena = Arena()
 
-    def _capture(self, captured: _Captured, view: BatchView) -> None:
-        graph = captured.graph = device.Graph(self._pool())
+    def _capture(self, view: BatchView) -> tuple[Tensor, _Captured | None]:
+        """Return the logits of a step on a GPU, and its graph if it can be captured."""
+        logits = self._forward(view)
+        if view.reads_host:  # a layer needs the numbers of the plan: a graph would repeat these
+            self._is_possible = False
+            return logits, None
+        graph = device.Graph(self._pool())
         stream = device.side_stream()  # the default stream cannot be captured
         with device.about_to_record(), device.on_stream(stream), graph.recording():
-            captured.logits = self._forward(view)
+            static = self._forward(view)
         device.join_stream(stream)
+        return logits, _Captured(view.integers, graph, static)
 
-    def _record(self, captured: _Captured, view: BatchView) -> Tensor:
-        """Compute a step on a CPU and record it at the same time."""
-        graph = captured.graph = HostGraph(self._arena)
+    def _record(self, view: BatchView) -> tuple[Tensor, _Captured | None]:
+        """Compute a step on a CPU and record it at the same time, if that is possible."""
+        graph = HostGraph(self._arena)
         with graph.recording():
             logits = self._forward(view)
-        if graph.refusal is not None:
+        if view.reads_host or graph.refusal is not None:
             self._is_possible = False
-        captured.logits = graph.result(logits)
-        return logits
-
-    def _padded(self, plan: StepPlan, num_rows: int) -> StepPlan:
-        """Return ``plan`` with idle rows behind its own."""
-        slot, page = self._cache.max_requests, self._cache.num_pages  # the extra ones
-        idle = Segment(slot, 0, _ints(0), _ints(page), targets=_ints(SAMPLE))
-        missing = num_rows - len(plan.segments)
-        return replace(plan, segments=[*plan.segments, *[idle] * missing])
-
-    def _version(self) -> int:
-        """Return a number that changes when `refit.note_new_weights` is called."""
-        return next(self._module.parameters())._version
+            return logits, None
+        return logits, _Captured(view.integers, graph, graph.result(logits))
 
 
 def _can_be_held(module: nn.Module, *, is_on_host: bool) -> bool:
@@ -166,7 +142,3 @@ def _is_decoding(plan: StepPlan) -> bool:
     return bool(plan.segments) and all(
         len(s.tokens) == len(s.targets) == 1 and s.start for s in plan.segments
     )
-
-
-def _ints(*values: int) -> Integers:
-    return np.array(values, dtype=np.int64)

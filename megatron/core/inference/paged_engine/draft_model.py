@@ -14,12 +14,10 @@ entry that makes later drafts worse; tokens never depend on these entries.
 Collective over tp, in this order: broadcast of the sampled tokens, then for each draft the layer
 and a broadcast of the draft.  With experts also over ep: all ranks run the same number of layers.
 
-``N`` rows, ``r`` output rows, ``w`` segments that want a draft.
+``N`` rows, ``r`` output rows, ``S`` segments, of which ``w`` want a draft.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,16 +30,17 @@ from megatron.core.inference.paged_engine.step_plan import (
     NO_INTEGERS,
     NO_TOKEN,
     SAMPLE,
+    SAMPLE_ONLY,
     Integers,
     Segment,
     StepPlan,
+    idle_segment,
 )
 from megatron.core.inference.sampling.sampler import Sampler
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 _ONE_TOKEN: Integers = np.zeros(1, dtype=np.int64)  # its id is on the device
-_SAMPLE_ONLY: Integers = np.array([SAMPLE], dtype=np.int64)
 
 
 class DraftModel:
@@ -57,7 +56,6 @@ class DraftModel:
         groups: ProcessGroupCollection,
         cache: PagedCache,
         sampler: Sampler | None,
-        *,
         num_layers: int,
         num_tokens: int,
     ) -> None:
@@ -71,81 +69,101 @@ class DraftModel:
         self._num_tokens = num_tokens
 
     def draft(
-        self, plan: StepPlan, view: BatchView, sampled: Tensor | None, slots: SlotPositions
+        self, plan: StepPlan, view: BatchView, sampled: Integers | None, slots: SlotPositions
     ) -> Integers:
-        """Return drafts [segments, d] after a step with ``view``, `NO_TOKEN` behind the last ones.
+        """Return drafts [S, d] after a step with ``view``, `NO_TOKEN` behind the last ones.
 
         ``sampled`` [r]: results of the output rows, on the rank that samples.
         ``slots``: see `BatchView`.  All ranks of tp return the same.
         """
         hidden = view.hidden
         assert hidden is not None, "the model has run"
+        where = hidden.device
         if sampled is None:
-            sampled = torch.empty(plan.num_outputs, dtype=torch.int64, device=hidden.device)
-        rows = _Rows.of(plan, self._shared(sampled).cpu().numpy(), self._num_layers, self._cache)
-        ids = _upload(rows.ahead, hidden.device)
-        found: list[tuple[list[int], Tensor]] = []
-        for depth in range(self._num_layers):
-            hidden = self._predict(hidden, ids, depth, view.at_depth(depth + 1))
-            wanting = rows.wanting(depth + 1)
-            at = _upload(rows.last_row[wanting], hidden.device)
-            last = hidden.index_select(0, at)
-            drafts = self._sample(last, rows, wanting, depth + 1)
-            found.append((wanting, drafts))
-            if depth + 1 < self._num_layers:
-                ids = ids.roll(-1)
-                ends = _upload(rows.last_row, hidden.device)
-                known = [next(iter(s.ahead[depth + 1 :]), 0) for s in plan.segments]
-                ids.index_copy_(0, ends, _upload(known, hidden.device))
-                ids.index_copy_(0, at, drafts.clamp(min=0))
-        self._chain(rows, last, found, slots)
-        return _table(found, len(plan.segments))
-
-    def _chain(
-        self,
-        rows: _Rows,
-        hidden: Tensor,
-        found: list[tuple[list[int], Tensor]],
-        slots: SlotPositions,
-    ) -> None:
-        """Apply the last depth again to its rows ``hidden`` [w, 1, h]; add drafts to ``found``."""
-        layers = self._num_layers
-        idle_slot = self._cache.max_requests
-        count = max(s.num_drafts for s in rows.segments)
-        for number in range(layers + 1, (self._num_tokens if self._in_lockstep else count) + 1):
-            before, drafts = found[-1]
-            wanting = rows.wanting(number)
-            segments = []
-            for i in wanting:
-                s = rows.segments[i]
-                start = int(rows.position[i]) + number - layers
-                segments.append(Segment(s.slot, start, _ONE_TOKEN, s.pages, NO_INTEGERS))
-            if not segments and not self._in_lockstep:
+            sampled = np.empty(plan.num_outputs, dtype=np.int64)
+        results = self._shared(torch.from_numpy(sampled).to(where)).cpu().numpy()
+        last_rows, positions, ahead = _after(plan, results)
+        most = max(s.num_drafts for s in plan.segments)
+        shape = (len(plan.segments), max(self._num_layers, most))
+        drafts = torch.full(shape, NO_TOKEN, device=where)
+        ids = _upload(ahead, where)
+        ends = _upload(last_rows, where)
+        for number in range(1, self._num_layers + 1):
+            hidden = self._predict(hidden, ids, number - 1, view.at_depth(number))
+            last = hidden.index_select(0, ends)
+            wanting = self._wanting(plan, positions, number)
+            self._sample(last, drafts, plan, positions, wanting, number)
+            ids = ids.roll(-1)
+            known = [next(iter(s.ahead[number:]), 0) for s in plan.segments]
+            ids.index_copy_(0, ends, _upload(known, where))
+            at = _upload(wanting, where)
+            ids.index_copy_(0, ends[at], drafts[at, number - 1].clamp(min=0))
+        # Then the last depth again, on its own rows.
+        for number in range(
+            self._num_layers + 1, (self._num_tokens if self._in_lockstep else most) + 1
+        ):
+            wanting = self._wanting(plan, positions, number)
+            if not wanting and not self._in_lockstep:
                 break
-            if segments:
-                of_before = {segment: row for row, segment in enumerate(before)}
-                at = _upload(np.array([of_before[i] for i in wanting]), hidden.device)
-                hidden = hidden.index_select(0, at)
-                ids = drafts.index_select(0, at)
-            else:  # other ranks have drafts
-                idle = np.array([self._cache.num_pages])
-                segments = [Segment(idle_slot, 0, _ONE_TOKEN, idle, NO_INTEGERS)]
-                hidden = hidden.new_zeros(1, *hidden.shape[1:])
-                ids = drafts.new_zeros(1)
-            view = BatchView(self._cache, StepPlan(segments), hidden.device, slots=slots)
-            hidden = self._predict(hidden, ids.clamp(min=0), layers - 1, view.at_depth(layers))
-            if wanting:
-                found.append((wanting, self._sample(hidden, rows, wanting, number)))
+            at = _upload(wanting or [0], where)
+            ids = at
+            segments = [idle_segment(self._cache.max_requests, self._cache.num_pages)]
+            if wanting:  # else other ranks have drafts
+                ids = drafts[at, number - 2].clamp(min=0)
+                behind = positions + number - self._num_layers
+                segments = [
+                    Segment(s.slot, int(behind[i]), _ONE_TOKEN, s.pages, NO_INTEGERS)
+                    for i, s in enumerate(plan.segments)
+                    if i in wanting
+                ]
+            rows = BatchView(self._cache, StepPlan(segments), where, slots=slots)
+            hidden = self._predict(
+                last.index_select(0, at),
+                ids,
+                self._num_layers - 1,
+                rows.at_depth(self._num_layers),
+            )
+            last.index_copy_(0, at, hidden)
+            self._sample(last, drafts, plan, positions, wanting, number)
+        return drafts.cpu().numpy()
 
-    def _sample(self, hidden: Tensor, rows: _Rows, wanting: list[int], number: int) -> Tensor:
-        """Return draft ``number`` (from 1) of the segments ``wanting``: [w, 1, h] -> [w]."""
-        drafts = torch.empty(len(wanting), dtype=torch.int64, device=hidden.device)
+    def _wanting(self, plan: StepPlan, positions: Integers, number: int) -> list[int]:
+        """Return the segments that want draft ``number`` and have an entry for its row."""
+        behind = positions + number - self._num_layers
+        return [
+            i
+            for i, s in enumerate(plan.segments)
+            if s.num_drafts >= number and behind[i] < len(s.pages) * self._cache.page_size
+        ]
+
+    def _sample(
+        self,
+        hidden: Tensor,
+        drafts: Tensor,
+        plan: StepPlan,
+        positions: Integers,
+        wanting: list[int],
+        number: int,
+    ) -> None:
+        """Set draft ``number`` (from 1) of the segments ``wanting`` from ``hidden`` [S, 1, h]."""
         if not wanting:
-            return drafts
-        logits = self._logits(hidden, gather=True)[0]
+            return
+        at = _upload(wanting, hidden.device)
+        logits = self._logits(hidden.index_select(0, at), gather=True)[0]
+        found = torch.empty_like(at)
         if self._sampler is not None:
-            drafts = self._sampler.draft(logits, rows.plan_of_drafts(wanting, number))
-        return self._shared(drafts)
+            segments = [
+                Segment(
+                    plan.segments[i].slot,
+                    int(positions[i]) + number,
+                    _ONE_TOKEN,
+                    NO_INTEGERS,
+                    SAMPLE_ONLY,
+                )
+                for i in wanting
+            ]
+            found = self._sampler.draft(logits, StepPlan(segments))
+        drafts[at, number - 1] = self._shared(found)
 
     def _shared(self, tokens: Tensor) -> Tensor:
         """Return the tokens of the rank that samples on all ranks of tp."""
@@ -155,86 +173,32 @@ class DraftModel:
         return tokens
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Where the segments of a step stand after it.
+def _after(plan: StepPlan, results: Integers) -> tuple[Integers, Integers, Integers]:
+    """Return where the segments stand after a step whose output rows gave ``results`` [r].
 
-    ``last_row`` [segments]: the row of the last accepted token among all rows; ``position``: its
-    position.  ``ahead`` [N]: the token after each row.
+    That is the row of each segment's last accepted token among all rows [S], the token's position
+    [S], and the token after each row [N].
     """
-
-    segments: list[Segment]
-    last_row: Integers
-    position: Integers
-    ahead: Integers
-    num_layers: int
-    page_size: int
-
-    @staticmethod
-    def of(plan: StepPlan, results: Integers, num_layers: int, cache: PagedCache) -> _Rows:
-        """Return the rows of ``plan``, whose output rows gave ``results`` [r]."""
-        last_row = []
-        position = []
-        ahead = []
-        first = at = 0
-        for s in plan.segments:
-            found = results[at : at + len(s.targets)]
-            last = len(s.tokens) - 1
-            num_drafts = int((s.targets == SAMPLE).sum()) - 1
-            if num_drafts > 0:
-                is_wrong = s.tokens[-num_drafts:] != found[:num_drafts]
-                last -= num_drafts - int([*is_wrong, True].index(True))
-            last_row.append(first + last)
-            position.append(s.start + last)
-            after = np.concatenate([s.tokens[1:], s.ahead[:1] if len(s.ahead) else _ONE_TOKEN])
-            if len(found):
-                after[-len(found) :] = found
-            ahead.append(after)
-            first += len(s.tokens)
-            at += len(found)
-        return _Rows(
-            plan.segments,
-            np.array(last_row),
-            np.array(position),
-            np.concatenate(ahead).clip(min=0),
-            num_layers,
-            cache.page_size,
-        )
-
-    def wanting(self, number: int) -> list[int]:
-        """Return the segments that want draft ``number`` and have an entry for its row."""
-        return [
-            i
-            for i, s in enumerate(self.segments)
-            if s.num_drafts >= number
-            and self.position[i] + number - self.num_layers < len(s.pages) * self.page_size
-        ]
-
-    def plan_of_drafts(self, segments: list[int], number: int) -> StepPlan:
-        """Return the plan that samples the tokens of the drafts ``number``."""
-        return StepPlan(
-            [
-                Segment(
-                    self.segments[i].slot,
-                    int(self.position[i]) + number,
-                    _ONE_TOKEN,
-                    NO_INTEGERS,
-                    _SAMPLE_ONLY,
-                )
-                for i in segments
-            ]
-        )
-
-
-def _table(found: list[tuple[list[int], Tensor]], num_segments: int) -> Integers:
-    """Return the drafts [segments, d] of each number, which ``found`` has by segment."""
-    table = np.full((num_segments, len(found)), NO_TOKEN)
-    drafts = torch.cat([tokens for _, tokens in found]).cpu().numpy()  # the only wait
-    at = 0
-    for column, (segments, _) in enumerate(found):
-        table[segments, column] = drafts[at : at + len(segments)]
-        at += len(segments)
-    return table
+    last_rows = []
+    positions = []
+    ahead = []
+    first = at = 0
+    for s in plan.segments:
+        found = results[at : at + len(s.targets)]
+        last = len(s.tokens) - 1
+        num_drafts = int((s.targets == SAMPLE).sum()) - 1
+        if num_drafts > 0:
+            is_wrong = s.tokens[-num_drafts:] != found[:num_drafts]
+            last -= num_drafts - int([*is_wrong, True].index(True))
+        last_rows.append(first + last)
+        positions.append(s.start + last)
+        after = np.concatenate([s.tokens[1:], s.ahead[:1] if len(s.ahead) else _ONE_TOKEN])
+        if len(found):
+            after[-len(found) :] = found
+        ahead.append(after)
+        first += len(s.tokens)
+        at += len(found)
+    return np.array(last_rows), np.array(positions), np.concatenate(ahead).clip(min=0)
 
 
 def _upload(values: Integers | list[int], device: torch.device) -> Tensor:

@@ -42,17 +42,17 @@ from megatron.core.inference.paged_engine.request import (
 from megatron.core.inference.paged_engine.runner import GenerationModel, ModelRunner
 from megatron.core.inference.paged_engine.scheduler import RequestScheduler
 from megatron.core.inference.paged_engine.step_plan import (
-    NO_INTEGERS,
     Admission,
     Integers,
-    Segment,
     StepOutput,
     StepPlan,
+    idle_segment,
 )
 from megatron.core.inference.refit import Refit, note_new_weights
 
 _MOST_REQUESTS = 256  # that run at the same time, unless more are asked for
-_IMBALANCE = 4
+_BUFFER = "--inference-dynamic-batching-buffer-size-gb"
+_PAGES_WITHOUT_ATTENTION = 2**20  # of a model whose layers are all recurrent
 _PAUSE_S = 0.001  # of a step without work
 _STOP, _PLAN, _UPDATE = 0, 1, 2  # first number of a message to the other ranks
 
@@ -99,7 +99,7 @@ class Engine:
             most = -(-longest // self._page_size) * self._page_size
             self._page_size = min(options.page_size, most)
         probe = self._new_runner(1, 1)
-        num_pages = num_fitting_pages(probe, options.buffer_bytes, self._channel)
+        num_pages = self._num_fitting_pages(probe)
         in_sequence = -(-longest // self._page_size)
         slots = options.max_requests
         if slots is None:
@@ -108,10 +108,8 @@ class Engine:
         slots = max(slots // self._num_lanes, 1) * self._num_lanes
         num_pages = min(num_pages, slots * in_sequence)
         self._runner = self._new_runner(num_pages, slots)
-        has_recurrent_layers = allocate(
-            self._runner, probe.cache, options.buffer_bytes, self._channel
-        )
-        self._idle = idle_plan(model, num_pages, slots)
+        has_recurrent_layers = self._allocate(probe.cache)
+        self._idle = self._idle_plan(self._runner)
         self.limits = EngineLimits(
             page_size=self._page_size,
             num_pages=num_pages,
@@ -161,7 +159,9 @@ class Engine:
         self._check_content(request)
         if not self.prepare(request) and request.matcher is not None:
             request.matcher.allowed()  # wait for it
-        scheduler = self._home.get(request.fork_of or "") or self._route(request)
+        scheduler = self._home.get(request.fork_of or "") or min(
+            self._schedulers.values(), key=lambda s: s.num_running + s.num_waiting
+        )
         scheduler.add(request)
         self._home[request.request_id] = scheduler
 
@@ -175,19 +175,6 @@ class Engine:
         if request.images and not self.model.reads_images:
             raise RequestError("this model reads no images: give a text", "images")
         check_tokens(request, self.model.vocab_size)
-
-    def _route(self, request: Request) -> RequestScheduler:
-        """Return a scheduler of the replica whose pages hold most of the prompt already.
-
-        Schedulers with `_IMBALANCE` requests more than the least are left out.
-        """
-        loads = {key: s.num_running + s.num_waiting for key, s in self._schedulers.items()}
-        least = min(loads.values())
-        known = [0] * len(self._pools)
-        if len(self._pools) > 1 and self.limits.has_prefix_cache:
-            known = [p.num_known_tokens(request.prompt, request.source) for p in self._pools]
-        free = [key for key, load in loads.items() if load <= least + _IMBALANCE]
-        return self._schedulers[min(free, key=lambda key: (-known[key[0]], loads[key]))]
 
     def abort(self, request_id: str) -> bool:
         """End a request without further output; return whether it was there."""
@@ -241,22 +228,20 @@ class Engine:
         return self._pools[0].weight_version
 
     @waiting_for_work(False)
-    def update_weights(self, checkpoint: str, *, drain: bool = False) -> int:
+    def update_weights(self, checkpoint: str) -> int:
         """Load the weights of a checkpoint directory, while the other ranks follow.
 
         Returns the new weight version.  Running requests go on: the new weights compute the keys
-        of their tokens again.  With ``drain`` they end first, by the old weights.
+        of their tokens again.
         CheckpointError: the checkpoint is damaged or of another model, and the old weights stay.
         """
         assert self.model.load_weights is not None, "the model has no checkpoint to load"
         if "\0" in checkpoint:  # before other ranks know of it: no rank can open such a path
             raise CheckpointError(f"{checkpoint!r} is no directory: a path has no NUL character")
-        self._finish_steps(drain=drain)
-        message = np.array([_UPDATE, *os.fsencode(checkpoint)])
-        for rank in self._channel.ranks[1:]:
-            self._channel.send(message, rank)
+        self._finish_steps()
+        self._tell_others(np.array([_UPDATE, *os.fsencode(checkpoint)]))
         self.model.load_weights(checkpoint)
-        note_new_weights(self.model.module)
+        self.use_new_weights()
         self._start_anew()
         return self.weight_version
 
@@ -277,19 +262,24 @@ class Engine:
 
     def close(self) -> None:
         """Let the other ranks return from `follow`."""
-        for rank in self._channel.ranks[1:]:
-            self._channel.send(np.array([_STOP]), rank)
+        self._tell_others(np.array([_STOP]))
         self._channel.flush()
-        self._runner.release_graphs()
+        self._runner.release()
+
+    def _tell_others(self, message: Integers) -> None:
+        for rank in self._channel.ranks[1:]:
+            self._channel.send(message, rank)
 
     def _run(self, plans: dict[int, StepPlan], lane: int) -> None:
         """Send each plan to the ranks of its replica; execute the plan of this rank's replica."""
+        groups = self.model.groups
         for replica, plan in plans.items():
-            others = [rank for rank in self._ranks(replica) if rank != self._channel.root]
-            if others:
-                message = np.concatenate([[_PLAN], plan.to_array()])
-            for rank in others:
-                self._channel.send(message, rank)
+            message: Integers | None = None
+            for pp, tp in product(range(self._num_lanes), range(groups.tp.size())):
+                if (rank := self._rank(dp=replica, pp=pp, tp=tp)) != self._channel.root:
+                    if message is None:
+                        message = np.concatenate([[_PLAN], plan.to_array()])
+                    self._channel.send(message, rank)
             self._flights[replica, lane] = plan, None
         if 0 in plans:
             self._flights[0, lane] = plans[0], self._runner.execute(plans[0])
@@ -311,19 +301,10 @@ class Engine:
                 self._home.pop(output.request_id, None)
         return outputs
 
-    def _finish_steps(self, *, drain: bool) -> None:
-        """Wait for all steps in flight; with ``drain`` for the end of requests that have begun."""
-        schedulers = self._schedulers.values()
-        outputs: list[RequestOutput] = []
-        for scheduler in schedulers:
-            scheduler.admits = not drain
-        while drain and any(s.has_started for s in schedulers):
-            outputs += self.step()
+    def _finish_steps(self) -> None:
+        """Wait for all steps in flight; the next `step` returns their outputs."""
         for i in range(self._num_lanes):
-            outputs += self._collected((self._lane + i) % self._num_lanes)
-        for scheduler in schedulers:
-            scheduler.admits = True
-        self._held += outputs
+            self._held += self._collected((self._lane + i) % self._num_lanes)
 
     def _start_anew(self) -> None:
         """Raise the weight version; keys and values of the weights before are not used again."""
@@ -335,20 +316,26 @@ class Engine:
 
     # ---- all ranks ---------------------------------------------------------------------------
 
-    def refit(self, weights: Refit, *, drain: bool = False) -> None:
+    def refit(self, weights: Refit) -> None:
         """Copy weights from the model in training.  Collective over all ranks; none follows.
 
-        Running requests go on or, with ``drain``, end first: see `update_weights`.
+        Running requests go on: see `update_weights`.
         """
-        if self.model.groups.world.rank() != 0:
-            self.follow()
-        else:
-            self._finish_steps(drain=drain)
+        is_root = self.model.groups.world.rank() == 0
+        if is_root:
+            self._finish_steps()
             self.close()
+        else:
+            self.follow()
         weights.copy()
-        note_new_weights(self.model.module)
-        if self.model.groups.world.rank() == 0:
+        self.use_new_weights()
+        if is_root:
             self._start_anew()
+
+    def use_new_weights(self) -> None:
+        """Forget on this rank what was computed from the weights before."""
+        note_new_weights(self.model.module)
+        self._runner.release()
 
     # ---- the other ranks ---------------------------------------------------------------------
 
@@ -360,13 +347,13 @@ class Engine:
                 message = self._channel.receive(self._channel.root)
             if message[0] == _STOP:
                 self._channel.flush()
-                self._runner.release_graphs()
+                self._runner.release()
                 return
             if message[0] == _UPDATE:
                 assert self.model.load_weights is not None, "rank 0 has checked it"
                 with suppress(CheckpointError):  # rank 0 reports it
                     self.model.load_weights(os.fsdecode(message[1:].astype(np.uint8).tobytes()))
-                    note_new_weights(self.model.module)
+                    self.use_new_weights()
                 continue
             result = self._runner.execute(StepPlan.from_array(message[1:]))
             if result is not None and len(result.tokens):
@@ -386,11 +373,55 @@ class Engine:
             num_graphs=0 if self.options.batch_invariant else self.options.num_cuda_graphs,
         )
 
-    def _ranks(self, replica: int) -> Iterator[int]:
-        tp = self.model.groups.tp.size()
-        pp = self.model.groups.pp.size()
-        for stage, part in product(range(pp), range(tp)):
-            yield self._rank(dp=replica, pp=stage, tp=part)
+    def _num_fitting_pages(self, probe: ModelRunner) -> int:
+        """Return how many pages fit into every rank's buffer.
+
+        An idle step of ``probe``, whose cache has one page, shows the size of a page in all layers.
+        Collective over all ranks.  Raises ConfigError if no page fits.
+        """
+        probe.execute(self._idle_plan(probe))
+        cost = probe.cache.bytes_per_page
+        buffer_bytes = self.options.buffer_bytes
+        fitting = torch.tensor([buffer_bytes // cost if cost else _PAGES_WITHOUT_ATTENTION])
+        self._channel.all_reduce_min(fitting)
+        if fitting == 0:
+            raise ConfigError(
+                f"{_BUFFER} {buffer_bytes / 2**30:g}: the KV cache holds no page of "
+                f"{self._page_size} tokens, which takes {cost} bytes; give more"
+            )
+        return int(fitting)
+
+    def _allocate(self, like: PagedCache) -> bool:
+        """Allocate the cache for the layers of ``like``; return if there are recurrent layers.
+
+        Collective over all ranks.  Raises ConfigError on all if one has too little memory.
+        """
+        cache = self._runner.cache
+        world = self.model.groups.world
+        lacking = world.size()
+        try:
+            cache.allocate(like)
+        except (RuntimeError, MemoryError):  # of torch: it only allocates
+            lacking = world.rank()
+            cache.clear()
+        found = torch.tensor([lacking, not like.states])
+        self._channel.all_reduce_min(found)
+        lacking, is_stateless = found.tolist()
+        if lacking < world.size():
+            size = cache.num_pages * like.bytes_per_page
+            raise ConfigError(
+                f"{_BUFFER} {self.options.buffer_bytes / 2**30:g}: rank {lacking} has too little "
+                f"memory for the KV cache of {cache.num_pages} pages of {cache.page_size} tokens, "
+                f"{size / 2**30:.3g} GB on this rank; lower it"
+            )
+        return not is_stateless
+
+    def _idle_plan(self, runner: ModelRunner) -> StepPlan:
+        """Return a step of one row in the cache's extra page and slot, without output."""
+        slot = runner.cache.max_requests
+        source = (0,) if self.model.decoder_start is not None else ()
+        segment = idle_segment(slot, runner.cache.num_pages)
+        return StepPlan([segment], [Admission(slot, {}, source=source)])
 
     def _rank(self, **coordinate: int) -> int:
         grid = self.model.groups.dense_grid
@@ -399,8 +430,6 @@ class Engine:
         ]
 
 
-_BUFFER = "--inference-dynamic-batching-buffer-size-gb"
-_PAGES_WITHOUT_ATTENTION = 2**20  # of a model whose layers are all recurrent
 _DTYPES = {"auto": None, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -424,62 +453,3 @@ def cache_dtype(options: EngineOptions, model: GenerationModel) -> torch.dtype |
             "python setup.py build_ext --inplace"
         )
     return dtype
-
-
-def num_fitting_pages(runner: ModelRunner, buffer_bytes: int, channel: ControlChannel) -> int:
-    """Return how many pages fit into every rank's buffer.
-
-    An idle step of ``runner``, whose cache has one page, shows the size of a page in all layers.
-    Collective over all ranks.  Raises ConfigError if no page fits.
-    """
-    runner.execute(idle_plan(runner.model, 1, 1))
-    cost = runner.cache.bytes_per_page
-    fitting = buffer_bytes // cost if cost else _PAGES_WITHOUT_ATTENTION
-    found = torch.tensor([fitting])
-    channel.all_reduce_min(found)
-    num_pages = int(found)
-    if num_pages == 0:
-        raise ConfigError(
-            f"{_BUFFER} {buffer_bytes / 2**30:g}: the KV cache holds no page of "
-            f"{runner.cache.page_size} tokens, which takes {cost} bytes; give more"
-        )
-    return num_pages
-
-
-def allocate(
-    runner: ModelRunner, like: PagedCache, buffer_bytes: int, channel: ControlChannel
-) -> bool:
-    """Allocate the cache for the layers of ``like``; return if there are recurrent layers.
-
-    Collective over all ranks.  Raises ConfigError on all if one has too little memory.
-    """
-    cache = runner.cache
-    world = runner.model.groups.world
-    lacking = world.size()
-    try:
-        cache.allocate(like)
-    except (RuntimeError, MemoryError):  # of torch: it only allocates
-        lacking = world.rank()
-        cache.clear()
-    found = torch.tensor([lacking, not like.states])
-    channel.all_reduce_min(found)
-    lacking, is_stateless = found.tolist()
-    if lacking < world.size():
-        size = cache.num_pages * like.bytes_per_page
-        raise ConfigError(
-            f"{_BUFFER} {buffer_bytes / 2**30:g}: rank {lacking} has too little memory for "
-            f"the KV cache of {cache.num_pages} pages of {cache.page_size} tokens, "
-            f"{size / 2**30:.3g} GB on this rank; lower it"
-        )
-    return not is_stateless
-
-
-def idle_plan(model: GenerationModel, num_pages: int, slots: int) -> StepPlan:
-    """Return a step of one row in the cache's extra page and slot, without output."""
-
-    def ints(*values: int) -> Integers:
-        return np.array(values, dtype=np.int64)
-
-    segment = Segment(slots, 0, ints(0), ints(num_pages), NO_INTEGERS)
-    source = (0,) if model.decoder_start is not None else ()
-    return StepPlan([segment], [Admission(slots, {}, source=source)])

@@ -101,17 +101,6 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def num_known_tokens(self, prompt: Sequence[int], source: Sequence[int] = ()) -> int:
-        """Return how many tokens at the start of a prompt are in pages with digests."""
-        tokens = np.array(prompt, dtype=np.int64)
-        digest = self.root(source, is_long=self.is_long(len(tokens)))
-        count = self.num_full(len(tokens))
-        for page in range(count):
-            digest = self.digest(digest, tokens, page)
-            if digest not in self._page_of:
-                return page * self.page_size
-        return count * self.page_size
-
     def num_full(self, num_tokens: int) -> int:
         """Return how many pages have their content if the first ``num_tokens`` are known."""
         return max(num_tokens - self.num_ahead, 0) // self.page_size

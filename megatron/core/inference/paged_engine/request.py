@@ -10,7 +10,6 @@ import base64
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -41,12 +40,6 @@ class RequestError(MegatronError, ValueError):
 
 class QueueFullError(MegatronError):
     """Too many requests wait: try again later."""
-
-
-class RequestStatus(Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
 
 
 class Matcher(Protocol):
@@ -133,7 +126,7 @@ class BeamParams:
 
 @dataclass(eq=False)
 class Request:
-    """One sequence to generate.  The fields after ``matcher`` belong to the engine.
+    """One sequence to generate; the engine fills ``output``.
 
     ``prompt``: token ids, of the decoder; ``source``: token ids for an encoder.  ``images``: those
     whose ids the prompt has.  ``grammar``: a constraint as its kind ("json_schema", "regex",
@@ -151,15 +144,7 @@ class Request:
     fork_of: str | None = None
     beam: BeamParams | None = None
     matcher: Matcher | None = None
-    status: RequestStatus = RequestStatus.WAITING
     output: list[int] = field(default_factory=list)
-    num_cached: int = 0  # tokens of prompt + output whose keys are in the cache
-    slot: int | None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and output."""
-        return self.prompt + self.output
 
 
 class TokenOutput(NamedTuple):  # one for each token: quicker to make than a dataclass

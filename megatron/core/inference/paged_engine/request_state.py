@@ -7,6 +7,7 @@ token p + 1.  A request is ready to sample when the rows of all its tokens but t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -23,13 +24,12 @@ from megatron.core.inference.paged_engine.request import (
 from megatron.core.inference.paged_engine.step_plan import (
     NO_INTEGERS,
     NO_TOKEN,
-    SAMPLE,
+    SAMPLE_ONLY,
     Admission,
     Integers,
 )
 
 _LONGEST, _SHORTEST = 3, 2  # n-grams that are looked up
-_SAMPLE_ONLY: Integers = np.array([SAMPLE], dtype=np.int64)
 
 
 class NgramLookup:
@@ -158,6 +158,8 @@ class RequestState:
         self.num_prompt = len(self.request.prompt)
         self.generates = self.max_new > 0
         self.goal = self.num_prompt if self.generates else max(self.num_prompt - 1, 1)
+        self.num_cached = 0  # tokens whose keys are in the cache
+        self.slot: int | None = None
         wants_scores = params.return_prompt_log_probs or params.prompt_log_probs_only
         # Prompt tokens up to this one have their scores, or none are wanted.
         self.num_scored = 0 if wants_scores else self.num_prompt - 1
@@ -177,20 +179,14 @@ class RequestState:
         self.children: list[RequestState] = []  # those that wait until this one has its prompt
         self.speculation: Speculation | None = None
         self.is_beam = self.request.beam is not None and self.generates
-        self.is_queued = False
         self.is_held = False
         self.is_in_flight = False
         self.is_ended = False
 
     @property
-    def has_begun(self) -> bool:
-        """Whether the request has run before, or shares the prompt of one that has."""
-        return self.num_cached_prompt_tokens is not None or self.parent is not None
-
-    @property
     def num_remaining(self) -> int:
         """Number of rows to compute before the next token is sampled or the request ends."""
-        return self.goal - self.request.num_cached
+        return self.goal - self.num_cached
 
     @property
     def has_mask(self) -> bool:
@@ -207,37 +203,36 @@ class RequestState:
     @property
     def has_prompt(self) -> bool:
         """Whether the pages hold the prompt but its last token, which a fork computes itself."""
-        return self.request.num_cached >= self.num_prompt - 1
+        return self.num_cached >= self.num_prompt - 1
 
     def fork(self, order: tuple[int, int]) -> RequestState:
         """Return a state that continues the same tokens in pages of its own."""
-        request = replace(self.request, output=[*self.request.output], num_cached=0, slot=None)
-        state = RequestState(request, order, self.max_new, self.seed, self.eod)
+        state = copy(self)
+        state.request = replace(self.request, output=[*self.request.output])
+        state.order = order
         state.tokens = self.tokens.copy()
-        state.goal = self.goal
-        state.num_scored = self.num_scored
         state.digests = [*self.digests]
-        state.weight_version = self.weight_version
-        state.is_long = self.is_long
+        state.pages = GrowingInts()
+        state.num_kept = 0
+        state.num_cached = 0
+        state.slot = None
         state.parent = self
-        state.num_top = self.num_top
-        state.scores = self.scores
-        state.num_cached_prompt_tokens = self.num_cached_prompt_tokens
         return state
 
     def admission(self) -> Admission:
         """Return the message to all ranks about the request, which has a slot."""
-        assert self.request.slot is not None, "a request without a slot is not admitted"
-        found = self.request.params
-        params = found.to_json()
-        params["seed"] = self.seed
-        params["top_n_logprobs"] = self.num_top
-        params["stop_token_ids"] = sorted(self.end_tokens)
+        assert self.slot is not None, "a request without a slot is not admitted"
+        params = self.request.params
         tokens = self.tokens.values[: self.tokens.size]
+        own = {
+            "seed": self.seed,
+            "top_n_logprobs": self.num_top,
+            "stop_token_ids": sorted(self.end_tokens),
+        }
         return Admission(
-            self.request.slot,
-            params,
-            history=tuple(text_of(tokens.tolist())) if found.has_penalty else (),
+            self.slot,
+            params.to_json() | own,
+            history=tuple(text_of(tokens.tolist())) if params.has_penalty else (),
             num_prompt=self.num_prompt,
             source=tuple(self.request.source),
             start_length=self.tokens.size,
@@ -247,12 +242,12 @@ class RequestState:
 
     def targets(self, end: int) -> Integers:
         """Return the targets of the next rows, which end before position ``end``."""
-        first = max(self.request.num_cached, self.num_scored)
+        first = max(self.num_cached, self.num_scored)
         samples = self.generates and end == self.goal
         if first >= min(end, self.num_prompt - 1):
-            return _SAMPLE_ONLY if samples else NO_INTEGERS
+            return SAMPLE_ONLY if samples else NO_INTEGERS
         scored = self.tokens.values[first + 1 : min(end + 1, self.num_prompt)]
-        return np.concatenate([scored, _SAMPLE_ONLY]) if samples else scored
+        return np.concatenate([scored, SAMPLE_ONLY]) if samples else scored
 
     def choose_frequencies(self, pool: PagePool) -> None:
         """Note which frequencies of LongRoPE the keys will have; the request holds no pages."""
@@ -292,9 +287,8 @@ class RequestState:
 
     def why_no_token(self) -> tuple[str, str | None]:
         """Return why no token could be sampled, and the field of the request that is the cause."""
-        matcher = self.request.matcher
-        if matcher is not None and matcher.error:
-            return matcher.error, "grammar"
+        if self.request.matcher is not None and self.request.matcher.error:
+            return self.request.matcher.error, "grammar"
         return "the model gave no finite logits, or none of a token that is allowed", None
 
     def find_digests(self, count: int, pool: PagePool) -> list[bytes]:
@@ -310,10 +304,7 @@ class RequestState:
 
     def keep_full_pages(self, pool: PagePool) -> None:
         """Make the pages that have become full findable, unless older weights computed some."""
-        num_cached = self.request.num_cached
-        if num_cached // pool.page_size <= self.num_kept:
-            return
-        count = min(num_cached // pool.page_size, pool.num_full(self.tokens.size))
+        count = min(self.num_cached // pool.page_size, pool.num_full(self.tokens.size))
         if count > self.num_kept and self.weight_version == pool.weight_version:
             digests = self.find_digests(count, pool)
             for i in range(self.num_kept, count):

@@ -30,7 +30,6 @@ from megatron.core.inference.paged_engine.request import (
 )
 from megatron.core.inference.paged_engine.step_plan import (
     Admission,
-    Integers,
     StepOutput,
     StepPlan,
 )
@@ -85,11 +84,6 @@ class GenerationModel:
         return Request(request_id, [self.decoder_start], params, source=prompt)
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank embeds tokens."""
-        return self.groups.pp.rank() == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Whether this rank computes logits."""
         return self.groups.pp.rank() == self.groups.pp.size() - 1
@@ -128,20 +122,16 @@ class ModelRunner:
             self._sampler = Sampler(slots, model.vocab_size, model.device, eod=model.eod)
         self._draft_model: DraftModel | None = None
         if num_draft_layers and model.is_last_stage:
+            numbers = num_draft_layers, num_draft_tokens
             self._draft_model = DraftModel(
-                model.module,
-                model.groups,
-                cache,
-                self._sampler,
-                num_layers=num_draft_layers,
-                num_tokens=num_draft_tokens,
+                model.module, model.groups, cache, self._sampler, *numbers
             )
         self._graphs: DecodeGraphs | None = None
         if num_graphs and not num_draft_layers and _runs_alone(model):
             self._graphs = DecodeGraphs(model.module, cache, num_graphs, self._decode)
         self._images: ImageStore | None = None
         if model.encode_images is not None:
-            self._images = ImageStore(model.encode_images, model.device, self._weight_version)
+            self._images = ImageStore(model.encode_images, model.device)
         self._num_steps = 0
         self._sent: tuple[dist.Work, Tensor] | None = None  # the tensor lives until it is sent
         c = model.config
@@ -165,7 +155,8 @@ class ModelRunner:
             return None
         view = None
         out = None
-        has_images = self._images is not None and _has_images(plan)
+        # Whether a segment ends with a row of an image: of a decode step, whether one is.
+        has_images = any(s.tokens[-1] >= FIRST_ID for s in plan.segments)
         if self._graphs is not None and not has_images:
             out = self._graphs.run(plan, self._slots)
         if out is None:
@@ -178,26 +169,26 @@ class ModelRunner:
                 row_invariant=self._row_invariant,
             )
             out = self._forward(view, sources)
-        rows = None
+        result: StepOutput | None = None
         if self._sampler is not None:
             num_logits = self.model.num_logits or self.model.vocab_size
-            rows = self._sampler.sample(out[0, :, :num_logits], plan)
-        result = None if rows is None else rows.to_result()
+            result = self._sampler.sample(out[0, :, :num_logits], plan)
         if self._draft_model is not None:
-            sampled = None if rows is None else rows.tokens
+            sampled = None if result is None else result.tokens
             assert view is not None, "a model that drafts has no graphs"
             drafts = self._draft_model.draft(plan, view, sampled, self._slots)
             result = None if result is None else replace(result, drafts=drafts)
         return result
 
-    def release_graphs(self) -> None:
-        """Free CUDA graphs: NCCL does not destroy a group while a graph holds its collectives."""
+    def release(self) -> None:
+        """Free what belongs to the weights of now: graphs, and embeddings of images.
+
+        NCCL does not destroy a group while a CUDA graph holds its collectives.
+        """
         if self._graphs is not None:
             self._graphs.release()
-
-    def _weight_version(self) -> int:
-        """Return a number that changes when `refit.note_new_weights` is called."""
-        return next(self.model.module.parameters())._version
+        if self._images is not None:
+            self._images.rows.clear()
 
     def _decode(self, view: BatchView) -> Tensor:
         """Return the logits of a decode step; a CUDA graph captures this."""
@@ -211,28 +202,22 @@ class ModelRunner:
         if self.model.decoder_start is not None:
             return self._forward_encoder_decoder(view, sources)
         ids = view.token_ids.unsqueeze(0)
-        if not self.model.is_first_stage:
+        if pp.rank():
             get_attr_wrapped_model(module, "set_input_tensor")([self._received(ids.shape[1])])
         positions = view.grid
         if positions is None:
             positions = view.positions(ids.shape[1])[0].unsqueeze(0)
-        embedded = None if self._images is None else self._embedded(view, positions)
-        more = {} if embedded is None else {"decoder_input": embedded}
+        more = {}
+        if self._images is not None and (view.host_ids >= FIRST_ID).any():
+            embedding = get_attr_wrapped_model(module, "embedding")
+            # Ids of text stand in the places of images too.
+            text = torch.from_numpy(np.where(view.host_ids >= FIRST_ID, 0, view.host_ids))
+            embedded = embedding(text.to(ids.device)[None], positions)
+            more["decoder_input"] = self._images.put(view.host_ids, embedded)
         out: Tensor = module(ids, positions, None, inference_context=view, **more)
-        if pp.rank() < pp.size() - 1:
-            self._send_on(out.to(self._sent_dtype).contiguous())
+        if not self.model.is_last_stage:
+            self._send_on(out)
         return out
-
-    def _embedded(self, view: BatchView, positions: Tensor) -> Tensor | None:
-        """Return the embeddings [N, 1, h] of the rows if some are of images, else None."""
-        assert self._images is not None
-        embedding = get_attr_wrapped_model(self.model.module, "embedding")
-
-        def text(ids: Integers) -> Tensor:
-            found: Tensor = embedding(torch.from_numpy(ids).to(positions.device)[None], positions)
-            return found
-
-        return self._images.embed(view.host_ids, text)
 
     def _forward_encoder_decoder(self, view: BatchView, sources: list[Admission]) -> Tensor:
         """Return logits, or the hidden states that this stage sends on; the first stages encode.
@@ -247,7 +232,7 @@ class ModelRunner:
         if pp.rank() < encoder_stages:
             states = self._encoded(sources)
             if num_sources:
-                self._send_on(states.to(self._sent_dtype).contiguous())
+                self._send_on(states)
             return states
         ids = view.token_ids.unsqueeze(0)
         encoded: Tensor | None = None
@@ -259,8 +244,8 @@ class ModelRunner:
         else:
             encoded = self._encoded(sources)
         out: Tensor = module(None, ids, encoder_hidden_states=encoded, inference_context=view)
-        if pp.rank() < pp.size() - 1:
-            self._send_on(out.to(self._sent_dtype).contiguous())
+        if not self.model.is_last_stage:
+            self._send_on(out)
         return out
 
     def _received(self, num_rows: int) -> Tensor:
@@ -277,6 +262,7 @@ class ModelRunner:
         pp = self.model.groups.pp
         if self._sent is not None:
             self._sent[0].wait()
+        hidden = hidden.to(self._sent_dtype).contiguous()
         work = dist.isend(hidden, group=pp, group_dst=pp.rank() + 1)
         assert work is not None, "this rank is in the group"
         self._sent = work, hidden
@@ -300,11 +286,6 @@ class ModelRunner:
         return torch.cat([part.to(hidden[-1].dtype) for part in hidden])
 
 
-def _has_images(plan: StepPlan) -> bool:
-    """Return whether a segment ends with a row of an image: of a decode step, whether one is."""
-    return any(s.tokens[-1] >= FIRST_ID for s in plan.segments)
-
-
 def _runs_alone(model: GenerationModel) -> bool:
     """Return whether a forward pass needs no other stage, and no numbers of experts' tokens.
 
@@ -324,55 +305,38 @@ class ImageStore:
 
     ``encode(pixels [t, 3, H, W], sizes)`` returns the rows [n, h]; collective over the
     tensor-parallel group; see `GenerationModel`.  An image is encoded when a step first has rows of
-    it: never if the prefix cache has all.  ``weight_version()`` changes with the weights, which
-    makes embeddings old.
+    it: never if the prefix cache has all.
     """
 
     def __init__(
-        self,
-        encode: Callable[[Tensor, Tensor | None], Tensor],
-        device: torch.device,
-        weight_version: Callable[[], int],
+        self, encode: Callable[[Tensor, Tensor | None], Tensor], device: torch.device
     ) -> None:
-        self._weight_version = weight_version
-        self._encoded_by = weight_version()
         self._encode = encode
         self._device = device
         self._of_slot: dict[int, tuple[PromptImage, ...]] = {}
-        self._rows: dict[int, Tensor] = {}  # by key of the image
+        self.rows: dict[int, Tensor] = {}  # by key of the image
 
     def admit(self, admission: Admission) -> None:
         """Take the images of a request; its slot forgets the request before it."""
         self._of_slot[admission.slot] = admission.images
-        kept = {image.key for held in self._of_slot.values() for image in held}
-        self._rows = {key: rows for key, rows in self._rows.items() if key in kept}
+        self.rows = {key: self.rows[key] for key in self._images() if key in self.rows}
 
-    def embed(self, ids: Ids, text: Callable[[Ids], Tensor]) -> Tensor | None:
-        """Return the embeddings [N, 1, h] of rows ``ids``; None if they are all text.
-
-        ``text`` embeds ids of text, which stand in the places of images too.
-        """
+    def put(self, ids: Ids, embedded: Tensor) -> Tensor:
+        """Put the embeddings of images into the rows ``ids`` of ``embedded`` [N, 1, h]."""
         of_image = np.flatnonzero(ids >= FIRST_ID)
-        if not len(of_image):
-            return None
-        if self._encoded_by != (version := self._weight_version()):
-            self._rows.clear()
-            self._encoded_by = version
-        embedded = text(np.where(ids >= FIRST_ID, 0, ids))
         keys, places = np.divmod(ids[of_image] - FIRST_ID, 1 << PLACE_BITS)
         for key in dict.fromkeys(keys.tolist()):
+            if key not in self.rows:
+                image = self._images()[key]
+                sizes = torch.tensor([image.size], device=self._device) if image.size else None
+                pixels = torch.from_numpy(image.pixels).to(self._device)
+                self.rows[key] = self._encode(pixels, sizes)
+                assert len(self.rows[key]) == image.num_rows, "the ids have been counted"
             mine = keys == key
-            rows = self._encoded(key)[torch.from_numpy(places[mine]).to(self._device)]
+            rows = self.rows[key][torch.from_numpy(places[mine]).to(self._device)]
             at = torch.from_numpy(of_image[mine]).to(self._device)
             embedded[at, 0] = rows.to(embedded.dtype)
         return embedded
 
-    def _encoded(self, key: int) -> Tensor:
-        if key not in self._rows:
-            known = (image for held in self._of_slot.values() for image in held)
-            image = next(image for image in known if image.key == key)
-            sizes = torch.tensor([image.size], device=self._device) if image.size else None
-            pixels = torch.from_numpy(image.pixels).to(self._device)
-            self._rows[key] = self._encode(pixels, sizes)
-            assert len(self._rows[key]) == image.num_rows, "the ids have been counted"
-        return self._rows[key]
+    def _images(self) -> dict[int, PromptImage]:
+        return {image.key: image for held in self._of_slot.values() for image in held}

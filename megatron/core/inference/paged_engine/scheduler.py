@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush
+from itertools import islice, repeat
 from operator import attrgetter
 
 import numpy as np
@@ -29,13 +29,16 @@ from megatron.core.inference.paged_engine.request import (
     Request,
     RequestError,
     RequestOutput,
-    RequestStatus,
     TokenOutput,
     check_beam,
     check_grammar,
     generation_length,
 )
-from megatron.core.inference.paged_engine.request_state import RequestState, Speculation
+from megatron.core.inference.paged_engine.request_state import (
+    GrowingInts,
+    RequestState,
+    Speculation,
+)
 from megatron.core.inference.paged_engine.step_plan import (
     NO_INTEGERS,
     NO_TOKEN,
@@ -75,12 +78,11 @@ class RequestScheduler:
         self.num_preemptions = 0
         self.num_drafts = 0
         self.num_accepted_drafts = 0
-        self.admits = True  # False: requests that have not run yet wait
         self._seeds = random.SystemRandom()
         self._slots = list(reversed(slots))
         self._states: dict[str, RequestState] = {}  # waiting and running
         self._groups: dict[str, BeamGroup] = {}
-        self._queue = WaitingQueue()
+        self._waiting: list[RequestState] = []  # by order: a pre-empted request is first again
         self._num_children = 0  # requests that wait for the prompt of another one
         self._running: list[RequestState] = []  # by order
         self._num_added = 0
@@ -94,17 +96,12 @@ class RequestScheduler:
     @property
     def num_waiting(self) -> int:
         """Number of requests that wait for a slot, pre-empted ones included."""
-        return len(self._queue) + self._num_children
+        return len(self._waiting) + self._num_children
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
         return bool(self._running or self._states)
-
-    @property
-    def has_started(self) -> bool:
-        """Whether a request has begun to run, and has not ended."""
-        return bool(self._running) or (bool(self._queue) and self._queue.first().has_begun)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -114,29 +111,41 @@ class RequestScheduler:
         check_beam(request)
         check_grammar(request)
         max_new = generation_length(request, self.limits)
-        first = request.fork_of or ""
-        parent = None if first in self._groups else self._states.get(first)
-        self._check(request, parent)
+        if request.request_id in self._states:
+            raise RequestError(
+                f"request_id {request.request_id!r} is in use: give each request its own",
+                "request_id",
+            )
+        if self.num_waiting >= self.limits.max_waiting:
+            raise QueueFullError(
+                f"{self.num_waiting} requests wait, the most that the queue holds: try again later"
+            )
+        parent = self._states.get(request.fork_of or "")
         seed = request.params.seed
         seed = self._seeds.getrandbits(63) if seed is None else seed
         beam = request.beam if max_new else None
         own = request if beam is None else replace(request, output=[])
         state = RequestState(own, (self._num_added, 0), max_new, seed, self.eod)
-        if self._drafts(request):
-            text = None if self.limits.num_draft_layers else request.prompt
-            state.speculation = Speculation(self.limits.num_draft_tokens, text)
+        # Samples with drafts depend on nothing but the tokens; earlier text repeats ids of images.
+        if self.limits.num_draft_tokens and not (
+            self.limits.has_recurrent_layers
+            or request.params.has_penalty
+            or request.matcher
+            or request.beam
+            or request.images
+        ):
+            earlier = None if self.limits.num_draft_layers else request.prompt
+            state.speculation = Speculation(self.limits.num_draft_tokens, earlier)
         if beam is not None:
             self._groups[request.request_id] = BeamGroup(request, beam, state)
         self._num_added += 1
         self._states[request.request_id] = state
-        if parent is None or self.limits.has_recurrent_layers:
-            self._queue.push(state)
-            return
-        state.parent = parent
-        if parent.has_prompt:
-            self._queue.push(state)
+        if parent is not None and not (parent.is_beam or self.limits.has_recurrent_layers):
+            state.parent = parent
+        if state.parent is None or state.parent.has_prompt:
+            self._wait(state)
         else:
-            parent.children.append(state)
+            state.parent.children.append(state)
             self._num_children += 1
 
     def abort(self, request_id: str) -> bool:
@@ -153,7 +162,7 @@ class RequestScheduler:
         self._pre_empt_long()
         self._add_running(step)
         self._start_waiting(step)
-        while not step.states and self._queue and not self._in_flight:
+        while not step.states and self._waiting and not self._in_flight:
             held = next((s for s in reversed(self._running) if s.is_held), None)
             if held is None:
                 break
@@ -167,16 +176,20 @@ class RequestScheduler:
     def record(self, plan: StepPlan, output: StepOutput) -> list[RequestOutput]:
         """Record the output of a plan; return the outputs of its requests."""
         step = self._in_flight.pop(id(plan))
-        rows = OutputRows(output, step.weight_version)
+        tops: Iterable[tuple[tuple[int, float], ...]] = repeat(())
+        if output.top_tokens.size:
+            pairs = zip(output.top_tokens.tolist(), output.top_log_probs.tolist(), strict=True)
+            tops = (tuple(zip(*pair, strict=True)) for pair in pairs)
+        every = map(TokenOutput, output.tokens.tolist(), output.log_probs.tolist(), tops)
+        offered: Iterable[list[int]] = output.drafts.tolist() or repeat([])
         outputs = []
-        for state, segment in zip(step.states, plan.segments, strict=True):
+        for state, segment, drafts in zip(step.states, plan.segments, offered, strict=False):
+            rows = list(islice(every, len(segment.targets)))
             state.is_in_flight = False
             if state.is_ended:
                 self._free(state)
-            elif (found := self._record_rows(state, segment, rows)) is not None:
+            elif found := self._record_rows(state, segment, rows, drafts, step.weight_version):
                 outputs.append(found)
-            rows.at += len(segment.targets)
-            rows.segment += 1
         return outputs
 
     def pre_empt_all(self) -> None:
@@ -187,39 +200,12 @@ class RequestScheduler:
             state.scores = []
             self._pre_empt(state)
 
-    def _check(self, request: Request, parent: RequestState | None) -> None:
-        """Raise QueueFullError, or RequestError if the request does not agree with others."""
-        if request.request_id in self._states:
-            raise RequestError(
-                f"request_id {request.request_id!r} is in use: give each request its own",
-                "request_id",
-            )
-        own = request.prompt, request.source
-        if parent is not None and own != (parent.request.prompt, parent.request.source):
-            raise RequestError(
-                f"the prompt of fork_of {request.fork_of!r} is another one: give the same prompt",
-                "fork_of",
-            )
-        if self.num_waiting >= self.limits.max_waiting:
-            raise QueueFullError(
-                f"{self.num_waiting} requests wait, the most that the queue holds: try again later"
-            )
-
-    def _drafts(self, request: Request) -> bool:
-        """Return whether a request has drafts: its samples depend on nothing but the tokens."""
-        limits = self.limits
-        if not limits.num_draft_tokens or limits.has_recurrent_layers:
-            return False
-        # Earlier text repeats the ids of images.
-        params = request.params
-        return not (params.has_penalty or request.matcher or request.beam or request.images)
-
     def _add_running(self, step: PlannedStep) -> None:
         """Add a row of each request that generates, with drafts, then parts of prompts."""
         ready = [s for s in self._running if not (s.is_in_flight or s.is_held) and s.has_mask]
         num_spare = step.room - sum(s.num_remaining for s in ready)  # for drafts
         for state in sorted(ready, key=lambda s: s.num_remaining > 1):
-            if not step.room or state.request.slot is None:  # pre-empted for a page of another one
+            if not step.room or state.slot is None:  # pre-empted for a page of another one
                 continue
             count = min(state.num_remaining, step.room)
             drafts = state.draft(num_spare, self.pool) if state.num_remaining == 1 else ()
@@ -227,10 +213,9 @@ class RequestScheduler:
 
     def _start_waiting(self, step: PlannedStep) -> None:
         """Start requests in the order of their arrival, as long as slots, pages and rows last."""
-        while step.room and self._slots and self._queue:
-            state = self._queue.first()
-            may_start = (self.admits or state.has_begun) and state.has_mask
-            if not may_start or not self._start(step, state):
+        while step.room and self._slots and self._waiting:
+            state = self._waiting[0]
+            if not (state.has_mask and self._start(step, state)):
                 break
             self._add_rows(step, state, min(state.num_remaining, step.room))
 
@@ -238,25 +223,21 @@ class RequestScheduler:
         """Give the first waiting request pages and a slot; False if too few pages are free."""
         state.choose_frequencies(self.pool)
         pages, num_tokens = self._reusable_pages(state)
-        num_full = num_tokens // self.pool.page_size
-        full = pages[:num_full]
-        num_more = self.pool.pages_for(state.goal) - num_full
+        full = pages[: num_tokens // self.pool.page_size]
+        num_more = self.pool.pages_for(state.goal) - len(full)
         reserved = self.limits.num_reserved_pages if self._running else 0
         if num_more + self.pool.num_unused(full) + reserved > self.pool.num_free:
             return False
         self.pool.share(full)
         more = self.pool.allocate(num_more)
         assert more is not None, "pages were counted wrongly"
-        if num_full < len(pages):  # this request writes to the rest of that page
-            step.plan.copies.append((pages[num_full], more[0]))
-        for page in (*full, *more):
-            state.pages.append(page)
-        self._queue.pop()
-        request = state.request
-        request.num_cached = num_tokens
-        request.slot = self._slots.pop()
-        request.status = RequestStatus.RUNNING
-        state.num_kept = num_full
+        if len(full) < len(pages):  # this request writes to the rest of that page
+            step.plan.copies.append((pages[len(full)], more[0]))
+        del self._waiting[0]
+        state.pages = GrowingInts((*full, *more))
+        state.num_cached = num_tokens
+        state.slot = self._slots.pop()
+        state.num_kept = len(full)
         state.parent = None
         if state.num_cached_prompt_tokens is None:
             state.num_cached_prompt_tokens = num_tokens
@@ -274,13 +255,15 @@ class RequestScheduler:
             num_full = min(state.num_reusable // size, self.pool.num_full(state.tokens.size))
             pages = self.pool.find(state.find_digests(num_full, self.pool))
         parent = state.parent
-        has_same = parent is not None and parent.is_long == state.is_long
-        if parent is None or not has_same or parent.request.num_cached <= len(pages) * size:
+        if (
+            parent is None
+            or parent.is_long != state.is_long
+            or parent.num_cached <= len(pages) * size
+        ):
             return pages, len(pages) * size
         state.weight_version = parent.weight_version
-        num_tokens = min(parent.request.num_cached, state.num_reusable)
-        found: list[int] = parent.pages.values[: self.pool.pages_for(num_tokens)].tolist()
-        return found, num_tokens
+        num_tokens = min(parent.num_cached, state.num_reusable)
+        return parent.pages.to_list()[: self.pool.pages_for(num_tokens)], num_tokens
 
     def _add_rows(
         self, step: PlannedStep, state: RequestState, count: int, drafts: Sequence[int] = ()
@@ -290,37 +273,35 @@ class RequestScheduler:
         The rows may need a page, for which requests are pre-empted; for drafts none is.  Drafts of
         MTP layers beyond their number take entries behind the rows.
         """
-        request = state.request
-        start = request.num_cached
+        start = state.num_cached
         end = start + count
-        num_pages = self.pool.pages_for(end)
-        if num_pages > state.pages.size and not self._add_page(state):
+        if self.pool.pages_for(end) > state.pages.size and not self._add_page(state):
             return 0
-        assert request.slot is not None, "a request without a slot does not run"
+        assert state.slot is not None, "a request without a slot does not run"
         num_ahead = self.limits.num_draft_layers
-        num_wanted = 0
+        samples = end == state.goal and state.generates
+        num_wanted = state.num_wanted_drafts if num_ahead and samples else 0
+        num_behind = max(num_wanted - num_ahead, 0)
         if state.speculation is not None:
-            if num_ahead and end == state.goal and state.generates:
-                num_wanted = state.num_wanted_drafts
-            num_behind = max(num_wanted - num_ahead, 0)
             num_more = self.pool.pages_for(end + len(drafts) + num_behind) - state.pages.size
             for page in self.pool.allocate(max(num_more, 0)) or ():
                 state.pages.append(page)
             drafts = drafts[: state.pages.size * self.pool.page_size - end]
-            num_pages = self.pool.pages_for(end + len(drafts) + num_behind)
         tokens = state.tokens.values[start:end]
         targets = state.targets(end)
         if drafts:
             tokens = np.concatenate([tokens, np.array(drafts, dtype=np.int64)])
             targets = np.full(1 + len(drafts), SAMPLE, dtype=np.int64)
-        if request.matcher is not None and end == state.goal:
-            step.plan.masks[request.slot] = request.matcher.allowed().astype(np.int64)
+        matcher = state.request.matcher
+        if matcher is not None and end == state.goal:
+            step.plan.masks[state.slot] = matcher.allowed().astype(np.int64)
+        num_pages = self.pool.pages_for(end + len(drafts) + num_behind)
         pages = state.pages.values[: min(num_pages, state.pages.size)]
         ahead = NO_INTEGERS
         if num_ahead:
             ahead = state.tokens.values[end : min(end + num_ahead, state.tokens.size)]
         step.plan.segments.append(
-            Segment(request.slot, start, tokens, pages, targets, ahead, num_wanted)
+            Segment(state.slot, start, tokens, pages, targets, ahead, num_wanted)
         )
         step.states.append(state)
         step.room -= len(tokens)
@@ -337,53 +318,49 @@ class RequestScheduler:
         state.pages.append(pages[0])
         return True
 
+    def _wait(self, state: RequestState) -> None:
+        insort(self._waiting, state, key=_ORDER)
+
     def _pre_empt(self, state: RequestState) -> None:
         self._free(state)
-        state.request.status = RequestStatus.WAITING
         self.num_preemptions += 1
         if not state.is_held:
-            self._queue.push(state)
+            self._wait(state)
 
     def _pre_empt_long(self) -> None:
         """Pre-empt requests that have outgrown the short frequencies of LongRoPE.
 
         The keys of all their tokens are then computed again with the long ones.
         """
-        if self.pool.longest_short is None:
-            return
         for state in list(self._running):
             if state.is_long != self.pool.is_long(state.tokens.size) and not state.is_in_flight:
                 self._pre_empt(state)
 
     def _free(self, state: RequestState) -> None:
         """Take the pages and the slot of a running request."""
-        request = state.request
-        assert request.slot is not None, "a request without a slot has no pages"
+        assert state.slot is not None, "a request without a slot has no pages"
         self.pool.release(state.pages.to_list())
-        self._slots.append(request.slot)
+        self._slots.append(state.slot)
         del self._running[bisect_left(self._running, state.order, key=_ORDER)]
-        state.pages.size = 0
-        request.slot = None
-        request.num_cached = 0
+        state.pages = GrowingInts()
+        state.slot = None
+        state.num_cached = 0
 
     def _end(self, state: RequestState) -> None:
         """End a request, with all its beams."""
-        key = state.request.request_id
-        del self._states[key]
-        group = self._groups.pop(key, None)
-        if group is not None:
-            group.request.status = RequestStatus.FINISHED
+        del self._states[state.request.request_id]
+        group = self._groups.pop(state.request.request_id, None)
         for part in [state] if group is None else group.states:
             self._drop(part)
 
     def _drop(self, state: RequestState) -> None:
         """Take a state out of the scheduler, or let `record` do it if it is in flight."""
         state.is_ended = True
-        state.request.status = RequestStatus.FINISHED
         self._release_children(state)
-        if state.is_queued:
-            self._queue.remove(state)
-        elif state.request.slot is not None:
+        at = bisect_left(self._waiting, state.order, key=_ORDER)
+        if self._waiting[at : at + 1] == [state]:
+            del self._waiting[at]
+        elif state.slot is not None:
             if not state.is_in_flight:
                 self._free(state)
         elif state.parent is not None:
@@ -394,78 +371,87 @@ class RequestScheduler:
         for child in state.children:
             if not child.is_ended:
                 self._num_children -= 1
-                self._queue.push(child)
+                self._wait(child)
         state.children = []
 
     def _record_rows(
-        self, state: RequestState, segment: Segment, rows: OutputRows
+        self,
+        state: RequestState,
+        segment: Segment,
+        rows: list[TokenOutput],
+        offered: list[int],
+        weight_version: int,
     ) -> RequestOutput | None:
-        """Add the rows of one segment to its request; return the request's output, if any."""
-        request = state.request
-        request.num_cached = min(segment.num_keys, state.goal)
-        num_drafts = segment.num_keys - request.num_cached
-        is_done = request.num_cached == state.goal
+        """Add the rows of one segment to its request; return the request's output, if any.
+
+        ``offered``: drafts of MTP layers.
+        """
+        num_drafts = max(segment.num_keys - state.goal, 0)
+        state.num_cached = segment.num_keys - num_drafts
+        is_done = state.num_cached == state.goal
         samples = is_done and state.generates
-        num_scores = len(segment.targets) - samples - num_drafts
-        if num_scores:
-            state.scores += [rows.output(i, state.num_prompt_top) for i in range(num_scores)]
-            state.num_scored += num_scores
+        num_scores = len(rows) - samples - num_drafts
+        state.scores += [_with_top(row, state.num_prompt_top) for row in rows[:num_scores]]
+        state.num_scored += num_scores
+        sampled = [_with_top(row, state.num_top) for row in rows[num_scores:]]
         new: tuple[TokenOutput, ...] = ()
         reason: FinishReason | None = None if state.generates else "length"
         beams: tuple[Beam, ...] = ()
         state.keep_full_pages(self.pool)
-        if state.children and state.has_prompt:
+        if state.has_prompt:
             self._release_children(state)
-        if is_done and state.scores and any(s.token == NO_TOKEN for s in state.scores):
-            state.scores = []
-            reason = "error"
-        elif samples:
-            drafts: list[int] = segment.tokens[-num_drafts:].tolist() if num_drafts else []
-            if not state.is_beam:
-                new, reason = self._accept(state, rows, num_scores, drafts)
-            elif (last := rows.output(num_scores, state.num_top)).token == NO_TOKEN:
-                reason = "error"
-            elif beams := self._record_beam(state, last.top):
-                new, reason = beams[0].tokens, beams[0].finish_reason
-            else:
-                return None
         if not is_done:
             return None
+        if any(score.token == NO_TOKEN for score in state.scores):
+            state.scores = []
+            reason = "error"
+        elif samples and not state.is_beam:
+            drafts = segment.tokens[len(segment.tokens) - num_drafts :].tolist()
+            new, reason = self._accept(state, sampled, drafts, offered)
+        elif samples and sampled[0].token == NO_TOKEN:
+            reason = "error"
+        elif samples:
+            beams = self._record_beam(state, sampled[0].top)
+            if not beams:
+                return None
+            new = beams[0].tokens
+            reason = beams[0].finish_reason
         if reason is not None:
             self._end(state)
         scores = tuple(state.scores)
         state.scores = []
         error, param = state.why_no_token() if reason == "error" else ("", None)
         return RequestOutput(
-            request.request_id,
+            state.request.request_id,
             new,
             scores,
             reason,
             state.num_cached_prompt_tokens or 0,
-            rows.weight_version,
+            weight_version,
             *(error, beams, param),
         )
 
     def _accept(
-        self, state: RequestState, rows: OutputRows, first: int, drafts: list[int]
+        self,
+        state: RequestState,
+        rows: list[TokenOutput],
+        drafts: list[int],
+        offered: list[int],
     ) -> tuple[tuple[TokenOutput, ...], FinishReason | None]:
-        """Add the token of row ``first``, and those after it while they follow their drafts."""
-        if state.speculation is None:
-            only = rows.output(first, state.num_top)
-            return ((), "error") if only.token == NO_TOKEN else ((only,), state.accept(only.token))
+        """Add the token of the first row, and those after it while they follow their drafts."""
         new: list[TokenOutput] = []
-        for row in range(first, first + len(drafts) + 1):
-            found = rows.output(row, state.num_top)
-            if found.token == NO_TOKEN:
+        for row, draft in zip(rows, [*drafts, None], strict=True):
+            if row.token == NO_TOKEN:
                 return tuple(new), "error"
-            new.append(found)
-            reason = state.accept(found.token)
-            if reason is not None or len(new) > len(drafts) or found.token != drafts[row - first]:
+            new.append(row)
+            reason = state.accept(row.token)
+            if reason is not None or row.token != draft:
                 break
-        state.request.num_cached = state.goal - 1  # rows of rejected drafts are computed again
-        state.speculation.record(len(drafts), [t.token for t in new], rows.drafts())
-        self.num_drafts += len(drafts)
-        self.num_accepted_drafts += len(new) - 1
+        if state.speculation is not None:
+            state.num_cached = state.goal - 1  # rows of rejected drafts are computed again
+            state.speculation.record(len(drafts), [t.token for t in new], offered)
+            self.num_drafts += len(drafts)
+            self.num_accepted_drafts += len(new) - 1
         return tuple(new), reason
 
     def _record_beam(
@@ -478,79 +464,17 @@ class RequestScheduler:
         for dropped in group.advance():
             self._drop(dropped)
         for part in group.states:
-            if part.request.slot is None:
-                self._queue.push(part)
+            if part.slot is None:
+                self._wait(part)
         if group.states:
             return ()
-        found = group.search.results()
+        found = group.search.ended
         group.request.output += [t.token for t in found[0].tokens]
-        return found
+        return tuple(found)
 
 
 _ORDER = attrgetter("order")
 
 
-class OutputRows:
-    """Output rows of a step; ``at``: the first row of the current segment, ``segment``."""
-
-    def __init__(self, output: StepOutput, weight_version: int) -> None:
-        self.at = self.segment = 0
-        self.weight_version = weight_version
-        self._output = output
-        self._tokens = output.tokens.tolist()
-        self._log_probs = output.log_probs.tolist()
-
-    def drafts(self) -> list[int]:
-        """Return the drafts of MTP layers after the tokens of the segment."""
-        found = self._output.drafts
-        return found[self.segment].tolist() if len(found) else []
-
-    def output(self, row: int, num_top: int) -> TokenOutput:
-        """Return row ``row`` of the segment with its ``num_top`` most likely tokens."""
-        row += self.at
-        top: tuple[tuple[int, float], ...] = ()
-        if num_top:
-            tokens = self._output.top_tokens[row, :num_top].tolist()
-            log_probs = self._output.top_log_probs[row, :num_top].tolist()
-            top = tuple(zip(tokens, log_probs, strict=True))
-        return TokenOutput(self._tokens[row], self._log_probs[row], top)
-
-
-class WaitingQueue:
-    """A heap by arrival: a pre-empted request is first again.
-
-    A removed request leaves its entry in the heap until that is first, or until such entries are
-    most of the heap: `remove` takes constant time on average.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], RequestState]] = []
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def push(self, state: RequestState) -> None:
-        """Add a request that is not in the queue and was not removed from it."""
-        state.is_queued = True
-        heappush(self._heap, (state.order, state))
-        self._size += 1
-
-    def first(self) -> RequestState:
-        """Return the request that arrived first."""
-        while not self._heap[0][1].is_queued:
-            heappop(self._heap)
-        return self._heap[0][1]
-
-    def pop(self) -> None:
-        """Remove the request that `first` has returned."""
-        heappop(self._heap)[1].is_queued = False
-        self._size -= 1
-
-    def remove(self, state: RequestState) -> None:
-        """Remove a request for good, wherever it is in the queue."""
-        state.is_queued = False
-        self._size -= 1
-        if len(self._heap) > 2 * self._size + 64:
-            self._heap = [entry for entry in self._heap if entry[1].is_queued]
-            heapify(self._heap)
+def _with_top(row: TokenOutput, num_top: int) -> TokenOutput:
+    return row._replace(top=row.top[:num_top]) if len(row.top) > num_top else row

@@ -23,6 +23,7 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 SAMPLE = -1  # target of an output row whose next token is to be sampled
 NO_TOKEN = -1  # result of an output row without finite logits, or without an allowed token
 NO_INTEGERS: Integers = np.empty(0, dtype=np.int64)
+SAMPLE_ONLY: Integers = np.array([SAMPLE], dtype=np.int64)
 
 
 class Segment(NamedTuple):
@@ -48,6 +49,11 @@ class Segment(NamedTuple):
     def num_keys(self) -> int:
         """Number of tokens in the cache after this step."""
         return self.start + len(self.tokens)
+
+
+def idle_segment(slot: int, page: int, targets: Integers = NO_INTEGERS) -> Segment:
+    """Return a row of no request, in the cache's extra ``slot`` and ``page``."""
+    return Segment(slot, 0, np.zeros(1, np.int64), np.array([page]), targets)
 
 
 @dataclass(frozen=True)

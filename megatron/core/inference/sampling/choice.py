@@ -29,7 +29,6 @@ from torch import Tensor
 
 from megatron.core.device import launches_kernels
 from megatron.core.device.determinism import cumulative_sum
-from megatron.core.inference.sampling_params import SamplingParams
 
 BLOCK = 32
 
@@ -105,70 +104,57 @@ def _first_of_largest(values: Tensor, count: int) -> Tensor:
     return values.size(1) - 1 - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
 
 
-_ROWS_IN_CACHE = 2  # of a vocabulary, that a CPU sorts and sums together
-
-
-@dataclass(frozen=True)
-class Filters:
-    """Parameters of r rows, on the host."""
-
-    temperature: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int64]  # v: no limit
-    top_p: npt.NDArray[np.float32]  # 1: no limit
-    min_p: npt.NDArray[np.float32]  # 0: no limit
-
-
 @dataclass(frozen=True)
 class Scale:
     """Scale and shift logits [r, ...] to the sampled distribution: all tensors are [r].
 
-    The largest becomes 0, so that a small temperature cannot overflow to infinity.
+    The largest becomes 0, so that a small temperature cannot overflow to infinity.  Logits below
+    ``least`` become -inf.
     """
 
     highest: Tensor
     temperature: Tensor
-    least: Tensor | None = None  # smaller logits become -inf
+    least: Tensor
 
     def __call__(self, logits: Tensor) -> Tensor:
         shape = (-1,) + (1,) * (logits.dim() - 1)
         scaled = (logits - self.highest.view(shape)).div_(self.temperature.view(shape))
-        if self.least is None:
-            return scaled
         return scaled.masked_fill_(logits < self.least.view(shape), float("-inf"))
 
     def take(self, index: Tensor) -> Scale:
         """Return the rows of ``index``."""
-        least = None if self.least is None else self.least[index]
-        return Scale(self.highest[index], self.temperature[index], least)
+        return Scale(self.highest[index], self.temperature[index], self.least[index])
 
 
-def scale_of(logits: Blocks, filters: Filters, upload: Callable[[npt.ArrayLike], Tensor]) -> Scale:
-    """Return temperature and least logit of each row, where the filters of ``filters`` give one.
+def scale_of(
+    logits: Blocks,
+    temperature: npt.NDArray[np.float32],
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float32],
+    min_p: npt.NDArray[np.float32],
+    upload: Callable[[npt.ArrayLike], Tensor],
+) -> Scale:
+    """Return temperature and least logit of each row, from parameters [r] on the host.
 
-    Rows with a top-k are searched together for their largest logits; the others are sorted.
+    A ``top_k`` of v, a ``top_p`` of 1 and a ``min_p`` of 0 are no limits.  Rows with a top-k are
+    searched together for their largest logits; the others are sorted.
     """
-    scale = Scale(logits.maxima.amax(-1), upload(filters.temperature))
-    is_limited = filters.top_k < logits.logits.size(1)
-    least = None
-    if is_limited.any() or (filters.top_p < 1).any():
-        least = torch.full_like(scale.highest, float("-inf"))
-        ordered = np.flatnonzero(~is_limited & (filters.top_p < 1))
-        size = max(len(ordered), 1) if launches_kernels(least.device) else _ROWS_IN_CACHE
-        parts = [ordered[i : i + size] for i in range(0, len(ordered), size)]
-        for index in (np.flatnonzero(is_limited), *parts):
-            if len(index):
-                at = upload(index)
-                top_k = upload(filters.top_k[index])
-                top_p = upload(filters.top_p[index])
-                best = logits.take(at).largest(int(filters.top_k[index].max()))
-                place = top_k - 1
-                if (filters.top_p[index] < 1).any():
-                    place = _last_of_top_p(scale.take(at)(best), place, top_p)
-                least.index_copy_(0, at, best.gather(-1, place[:, None])[:, 0])
-    if (filters.min_p > 0).any():
-        of_min_p = scale.highest + scale.temperature * upload(filters.min_p).log()
-        least = of_min_p if least is None else torch.maximum(least, of_min_p)
-    return Scale(scale.highest, scale.temperature, least)
+    highest = logits.maxima.amax(-1)
+    scale = Scale(highest, upload(temperature), torch.full_like(highest, float("-inf")))
+    is_limited = top_k < logits.logits.size(1)
+    for index in map(np.flatnonzero, (is_limited, ~is_limited & (top_p < 1))):
+        if not len(index):
+            continue
+        at = upload(index)
+        best = logits.take(at).largest(int(top_k[index].max()))
+        place = upload(top_k[index] - 1)
+        if (top_p[index] < 1).any():
+            place = _last_of_top_p(scale.take(at)(best), place, upload(top_p[index]))
+        scale.least.index_copy_(0, at, best.gather(-1, place[:, None])[:, 0])
+    if (min_p > 0).any():
+        of_min_p = highest + scale.temperature * upload(min_p).log()
+        torch.maximum(scale.least, of_min_p, out=scale.least)
+    return scale
 
 
 def _last_of_top_p(best: Tensor, last: Tensor, top_p: Tensor) -> Tensor:
@@ -199,79 +185,44 @@ def row_keys(seeds: list[int], positions: npt.NDArray[np.int64]) -> npt.NDArray[
     return halves.astype(np.uint32).view(np.int32).astype(np.int64)
 
 
-def choose(logits: Blocks, scale: Scale, keys: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Return a token of softmax(scale(``logits``)) for each row, and its noisy logit.
+def choose(logits: Blocks, scale: Scale, keys: Tensor) -> Tensor:
+    """Return a token of softmax(scale(``logits``)) for each row; ``keys`` [r, 2]: of `row_keys`.
 
-    ``keys`` [r, 2]: of `row_keys`.  ``first``: id of the first column, a multiple of 32: of the
-    shards of a vocabulary, the one with the largest noisy logit has the token.
+    On a CPU, blocks whose bound is below the best noisy logit of the first ones are skipped: there
+    it costs nothing that the host waits for the number of the others.
     """
-    assert first % BLOCK == 0, "a part of the vocabulary begins at a multiple of 32 tokens"
     keys = keys.to(torch.int32)
     count = logits.maxima.size(1)
-    numbers = torch.arange(count, dtype=torch.int32, device=keys.device)[None] + first // BLOCK
-    least, place = _least(numbers, keys[..., None])
-    search = _Search(logits, scale, keys, numbers.expand_as(least), least, place)
+    blocks = torch.arange(count, device=keys.device).expand_as(logits.maxima)
     if launches_kernels(keys.device) or count <= _FIRST_BLOCKS:
-        score, token = search.best_of(torch.arange(count, device=keys.device).expand_as(least))
-    else:
-        score, token = _best_of_few(search)
-    return token + first, score
-
-
-def exponentials(keys: Tensor, blocks: Tensor) -> Tensor:
-    """Return Exp(1) numbers [r, m, 32] of the tokens of ``blocks`` [r, m]; all integers int32."""
-    return _in_blocks(keys, blocks, *_least(blocks, keys[..., None]))
-
-
-@dataclass(frozen=True)
-class _Search:
-    """Rows in which a token is searched; of all blocks: number, least exponential, its place."""
-
-    logits: Blocks
-    scale: Scale
-    keys: Tensor
-    numbers: Tensor
-    least: Tensor
-    place: Tensor
-
-    def take(self, rows: Tensor) -> _Search:
-        """Return the search of ``rows``."""
-        of_blocks = (t[rows] for t in (self.numbers, self.least, self.place))
-        return _Search(self.logits.take(rows), self.scale.take(rows), self.keys[rows], *of_blocks)
-
-    def best_of(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest noisy logit of ``blocks`` [r, m], in ascending order; its column."""
-        of_blocks = (t.gather(1, blocks) for t in (self.numbers, self.least, self.place))
-        noise = _in_blocks(self.keys, *of_blocks).log_()
-        noisy = self.scale(self.logits.values(blocks)).sub_(noise).flatten(1)
-        at = noisy.argmax(-1, keepdim=True)
-        token = blocks.gather(1, at // BLOCK) * BLOCK + at % BLOCK
-        return noisy.gather(1, at)[:, 0], token[:, 0]
-
-
-def _best_of_few(search: _Search) -> tuple[Tensor, Tensor]:
-    """Return the result of `_Search.best_of` for all blocks, from a search of few blocks.
-
-    Blocks whose bound is below the best noisy logit of the first ones are skipped.  The host waits
-    for the number of the others, which costs nothing on a CPU.
-    """
-    bound = search.scale(search.logits.maxima).sub_(search.least.log())
+        return _best_of(logits, scale, keys, blocks)[1]
+    bound = scale(logits.maxima).sub_(_least(blocks, keys)[0].log())
     likely = bound.topk(_FIRST_BLOCKS + 1)
-    score, token = search.best_of(likely.indices[:, :-1].sort().values)
+    score, token = _best_of(logits, scale, keys, likely.indices[:, :-1].sort().values)
     unsure = (likely.values[:, -1] >= score - _ROUNDING).nonzero()[:, 0]
     if len(unsure):
         bound = bound[unsure]
         reached = score[unsure, None] - _ROUNDING
-        count = int((bound >= reached).sum(-1).max())
-        blocks = bound.topk(count).indices.sort().values
-        score[unsure], token[unsure] = search.take(unsure).best_of(blocks)
-    return score, token
+        most = int((bound >= reached).sum(-1).max())
+        rest = logits.take(unsure), scale.take(unsure), keys[unsure]
+        token[unsure] = _best_of(*rest, bound.topk(most).indices.sort().values)[1]
+    return token
 
 
-def _in_blocks(keys: Tensor, blocks: Tensor, least: Tensor, place: Tensor) -> Tensor:
-    """Return the numbers of `exponentials` of blocks whose least number and its place are known."""
+def _best_of(logits: Blocks, scale: Scale, keys: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest noisy logit of ``blocks`` [r, m], in ascending order; its column."""
+    noise = exponentials(keys, blocks).log_()
+    noisy = scale(logits.values(blocks)).sub_(noise).flatten(1)
+    at = noisy.argmax(-1, keepdim=True)
+    token = blocks.gather(1, at // BLOCK) * BLOCK + at % BLOCK
+    return noisy.gather(1, at)[:, 0], token[:, 0]
+
+
+def exponentials(keys: Tensor, blocks: Tensor) -> Tensor:
+    """Return Exp(1) numbers [r, m, 32] of the tokens of ``blocks`` [r, m]; ``keys`` are int32."""
+    least, place = _least(blocks, keys)
     lanes = torch.arange(BLOCK, dtype=torch.int32, device=keys.device)
-    tokens = blocks[..., None] * BLOCK + lanes
+    tokens = blocks.to(torch.int32)[..., None] * BLOCK + lanes
     excess = _unit_exponential(_hash(tokens, keys[..., None, None]))
     excess.masked_fill_(lanes == place[..., None], 0)
     return excess.add_(least[..., None])
@@ -279,7 +230,8 @@ def _in_blocks(keys: Tensor, blocks: Tensor, least: Tensor, place: Tensor) -> Te
 
 def _least(blocks: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the smallest exponential number [r, m] of each block, and its place in the block."""
-    hashed = _hash(~blocks, keys)  # ids of tokens are never negative; the lowest bits are spare
+    # Ids of tokens are never negative; the lowest bits are spare.
+    hashed = _hash(~blocks.to(torch.int32), keys[..., None])
     return _unit_exponential(hashed).div_(BLOCK), hashed & (BLOCK - 1)
 
 
@@ -315,29 +267,3 @@ def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def sample_tokens(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return one token [b] for each row of ``logits`` [b, v] under ``params``.
-
-    Noise comes from torch's generator, or from ``params.seed``.  Penalties do not apply.
-    """
-    if params.is_greedy:
-        return logits.argmax(-1)
-    count, vocab_size = logits.shape
-    blocks = Blocks.of(logits.float())
-    full = np.ones(count, np.float32)
-    wanted = Filters(
-        full * np.float32(params.temperature),
-        np.full(count, min(params.top_k or vocab_size, vocab_size), np.int64),
-        full * np.float32(params.top_p or 1.0),
-        full * np.float32(params.min_p),
-    )
-
-    def upload(values: object) -> Tensor:
-        return torch.as_tensor(values, device=logits.device)
-
-    seed = int(torch.randint(2**62, ())) if params.seed is None else params.seed
-    keys = row_keys([seed] * count, np.arange(count))
-    scale = scale_of(blocks, wanted, upload)
-    return choose(blocks, scale, upload(keys))[0]

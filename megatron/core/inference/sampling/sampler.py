@@ -1,15 +1,14 @@
-"""Choose the next tokens of a step's output rows on the device, without a wait of the host.
+"""Choose the next tokens of a step's output rows on the device.
 
-The host knows the parameters of every row, so rules that no row of a step uses cost nothing.
-Only `SampledRows.to_result` waits for the device.  Shapes: ``r`` output rows, ``s`` of them
-sampled, ``v`` vocabulary.
+The host knows the parameters of every row, so rules that no row of a step uses cost nothing; it
+waits for the device only for the result.  Shapes: ``r`` output rows, ``s`` of them sampled, ``v``
+vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from megatron.core.device import host_array
 from megatron.core.fusions import kernels
 from megatron.core.fusions.small_linear import small_linear
 from megatron.core.inference.paged_engine.step_plan import (
+    NO_INTEGERS,
     NO_TOKEN,
     SAMPLE,
     Admission,
@@ -27,27 +27,12 @@ from megatron.core.inference.paged_engine.step_plan import (
     StepOutput,
     StepPlan,
 )
-from megatron.core.inference.sampling.choice import Blocks, Filters, choose, row_keys, scale_of
+from megatron.core.inference.sampling.choice import Blocks, choose, row_keys, scale_of
 from megatron.core.inference.sampling_params import SamplingParams
 
-
-@dataclass(frozen=True)
-class SampledRows:
-    """Results on the device: the tensors of `StepOutput`."""
-
-    tokens: Tensor
-    log_probs: Tensor
-    top_tokens: Tensor
-    top_log_probs: Tensor
-
-    def to_result(self) -> StepOutput:
-        """Wait for the device, once, and return the result on the host."""
-        floats = torch.cat([self.log_probs[:, None], self.top_log_probs], dim=1)
-        bits = floats.view(torch.int32).long()
-        every = torch.cat([self.tokens[:, None], self.top_tokens, bits], dim=1).cpu().numpy()
-        integers, found = np.split(every, [1 + self.top_tokens.shape[1]], axis=1)
-        numbers = found.astype(np.int32).view(np.float32)
-        return StepOutput(integers[:, 0], numbers[:, 0], integers[:, 1:], numbers[:, 1:])
+# Beyond these, fp32 gives 0 / 0 and infinity / infinity, and tokens that are not allowed.
+_LEAST_DIVISOR = 1e-30
+_LARGEST_VALUE = 1e30
 
 
 class Sampler:
@@ -64,43 +49,73 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._eod = eod
-        self._slots = Slots(max_requests, vocab_size, device)
+        # By slot, on the host:
+        self._params = [SamplingParams(temperature=0.0, seed=0)] * max_requests
+        self._num_prompt = np.zeros(max_requests, dtype=np.int64)
+        # Greedy, and nothing changes or reports logits: the largest logit is the whole answer.
+        self._is_plain = np.ones(max_requests, dtype=bool)
+        # temperature, top_k (v: no limit), top_p, min_p, factor of top_p for each generated token
+        # (1: it stays), least top_p
+        self._filters = np.zeros((max_requests, 6), dtype=np.float32)
+        # repetition, presence, frequency
+        self._factors = np.zeros((max_requests, 3), dtype=np.float32)
+        self._penalties = Penalties(vocab_size, device)
+        self._bias = SlotRows(vocab_size, torch.float32, device)
 
     def admit(self, admission: Admission) -> None:
         """Put a request into its slot; the slot forgets the request before it."""
-        self._slots.admit(admission)
+        slot = admission.slot
+        params = SamplingParams.from_json(admission.params)
+        self._params[slot] = params
+        self._num_prompt[slot] = admission.num_prompt
+        self._is_plain[slot] = params.is_greedy and not (
+            params.logit_bias
+            or params.has_penalty
+            or params.min_tokens
+            or any(params.forbidden_after)
+            or params.return_log_probs
+            or params.top_n_logprobs
+        )
+        top_k = min(params.top_k or self._vocab_size, self._vocab_size)
+        decays = params.top_p > 0 and params.top_p_decay > 0
+        decay = (params.top_p_decay, params.top_p_bound) if decays else (1, 0)
+        temperature = max(params.temperature, _LEAST_DIVISOR)
+        filters = (temperature, top_k, params.top_p or 1.0, params.min_p, *decay)
+        repetition = max(params.repetition_penalty, _LEAST_DIVISOR)
+        factors = (repetition, params.presence_penalty, params.frequency_penalty)
+        self._filters[slot] = np.clip(filters, -_LARGEST_VALUE, _LARGEST_VALUE)
+        self._factors[slot] = np.clip(factors, -_LARGEST_VALUE, _LARGEST_VALUE)
+        self._bias.free(slot)
+        if params.logit_bias:
+            bias = np.zeros(self._vocab_size, dtype=np.float32)
+            bias[list(params.logit_bias)] = list(params.logit_bias.values())
+            self._bias.put(slot, bias)
+        self._penalties.free(slot)
+        if params.has_penalty:
+            self._penalties.admit(admission)
 
-    def sample(self, logits: Tensor, plan: StepPlan) -> SampledRows:
+    def sample(self, logits: Tensor, plan: StepPlan) -> StepOutput:
         """Return tokens and log-probs of all output rows from their ``logits`` [r, v].
 
         A row with NaN or infinity among its largest logits, or without an allowed token, gets
         `NO_TOKEN`; other rows are not affected.
         """
         known = logits[:, : self._vocab_size]
-        if self._is_plain(plan):
+        if not plan.masks and all(
+            len(s.targets) == 1 and s.targets[0] == SAMPLE and self._is_plain[s.slot]
+            for s in plan.segments
+            if len(s.targets)
+        ):
             blocks = Blocks.of(known.float())
-            tokens = _checked(blocks.argmax(), blocks)
-            log_probs = tokens.new_zeros((len(tokens), 1), dtype=torch.float32)
-            return SampledRows(tokens, log_probs[:, 0], tokens[:, None][:, :0], log_probs[:, :0])
+            tokens = _checked(blocks.argmax(), blocks)[:, None]
+            return _to_host(tokens, tokens.new_zeros(tokens.shape, dtype=torch.float32))
         rows = _Rows.of(plan)
         tokens = self._upload(rows.targets)
         sampled = np.flatnonzero(rows.targets == SAMPLE)
         if len(sampled):
-            chosen = self._choose(_rows_of(known, sampled, self), rows.take(sampled), plan)
-            if len(sampled) == len(tokens):
-                tokens = chosen
-            else:
-                tokens = tokens.index_copy(0, self._upload(sampled), chosen)
+            chosen = self._choose(self._take(known, sampled), rows.take(sampled), plan)
+            tokens = tokens.index_copy(0, self._upload(sampled), chosen)
         return self._with_log_probs(logits, tokens, rows)
-
-    def _is_plain(self, plan: StepPlan) -> bool:
-        """Return whether all rows are sampled, one of each request, from plain slots."""
-        is_plain = self._slots.is_plain
-        return not plan.masks and all(
-            len(s.targets) == 1 and s.targets[0] == SAMPLE and is_plain[s.slot]
-            for s in plan.segments
-            if len(s.targets)
-        )
 
     def draft(self, logits: Tensor, plan: StepPlan) -> Tensor:
         """Return the tokens that `sample` would choose from ``logits`` [r, v]."""
@@ -108,116 +123,115 @@ class Sampler:
 
     def _choose(self, logits: Tensor, rows: _Rows, plan: StepPlan) -> Tensor:
         """Return tokens [s] from ``logits`` [s, v]."""
-        blocks = Blocks.of(self._apply_rules(logits, rows, plan).float())
-        drawn = np.flatnonzero(~self._slots.is_greedy[rows.slots])
-        if len(drawn) == len(rows.slots):
-            tokens = self._draw(blocks, rows)
-        else:
-            tokens = blocks.argmax()
-            if len(drawn):
-                at = self._upload(drawn)
-                tokens.index_copy_(0, at, self._draw(blocks.take(at), rows.take(drawn)))
+        params = [self._params[slot] for slot in rows.slots]
+        penalised = np.flatnonzero([p.has_penalty for p in params])
+        logits = self._apply_rules(logits, rows, params, penalised, plan.masks)
+        blocks = Blocks.of(logits.float())
+        tokens = blocks.argmax()
+        drawn = np.flatnonzero([not p.is_greedy for p in params])
+        if len(drawn):
+            at = self._upload(drawn)
+            tokens.index_copy_(0, at, self._draw(blocks.take(at), rows.take(drawn)))
         tokens = _checked(tokens, blocks)
-        penalised = np.flatnonzero(self._slots.has_penalty[rows.slots])
         if len(penalised):
             part = rows.take(penalised)
             chosen = tokens[self._upload(penalised)]
-            self._slots.penalties.record(part.slots, part.positions, chosen)
+            self._penalties.record(part.slots, part.positions, chosen)
         return tokens
 
-    def _apply_rules(self, logits: Tensor, rows: _Rows, plan: StepPlan) -> Tensor:
+    def _apply_rules(
+        self,
+        logits: Tensor,
+        rows: _Rows,
+        params: list[SamplingParams],
+        penalised: Integers,
+        masks: dict[int, Integers],
+    ) -> Tensor:
         """Return ``logits``, or changed logits of rows that have bias, penalties or masks."""
-        slots = self._slots
-        biased = np.flatnonzero(slots.has_bias[rows.slots])
-        penalised = np.flatnonzero(slots.has_penalty[rows.slots])
-        masked = np.array([i for i, s in enumerate(rows.slots.tolist()) if s in plan.masks])
-        hidden = self._hidden(rows)
+        biased = np.flatnonzero([bool(p.logit_bias) for p in params])
+        masked = np.flatnonzero([slot in masks for slot in rows.slots])
+        hidden = self._hidden(rows, params)
         if not (len(biased) or len(penalised) or len(masked) or hidden):
             return logits
         logits = logits.to(torch.float32, copy=True)
         if len(biased):
-            where = slots.bias.rows(rows.slots[biased].tolist())
-            bias = slots.bias.data.index_select(0, self._upload(where))
-            logits.index_add_(0, self._upload(biased), bias)
+            where = self._upload(self._bias.rows(rows.slots[biased]))
+            logits.index_add_(0, self._upload(biased), self._bias.data.index_select(0, where))
         if len(penalised):
             part = rows.take(penalised)
-            assert len(set(part.slots.tolist())) == len(part.slots), "penalties with drafted rows"
-            values = self._upload(slots.values[part.slots, 4:])
+            assert len({*part.slots}) == len(part.slots), "penalties with drafted rows"
+            factors = self._upload(self._factors[part.slots])
             at = self._upload(penalised)
-            size = int(part.positions.max())
-            slots.penalties.apply(logits, at, part.slots, values, size)
+            self._penalties.apply(logits, at, part.slots, factors, int(part.positions.max()))
         if hidden:
             logits.index_put_(tuple(self._upload(hidden).T), logits.new_full((), float("-inf")))
         if len(masked):
-            words = [plan.masks[slot] for slot in rows.slots[masked].tolist()]
+            words = [masks[slot] for slot in rows.slots[masked]]
             at = self._upload(masked)
             allowed = logits.index_select(0, at)
             keep_allowed(allowed, self._upload(np.stack(words)))
             logits.index_copy_(0, at, allowed)
         return logits
 
-    def _hidden(self, rows: _Rows) -> list[tuple[int, int]]:
+    def _hidden(self, rows: _Rows, params: list[SamplingParams]) -> list[tuple[int, int]]:
         """Return (row, token) that min_tokens or forbidden_after hides."""
-        slots = self._slots
-        num_generated = rows.positions - slots.num_prompt[rows.slots]
-        hidden = []
-        for row in np.flatnonzero(num_generated < slots.min_tokens[rows.slots]).tolist():
-            params = slots.params[rows.slots[row]]
-            ends_at_eod = self._eod is not None and not params.ignore_eos
-            ends = (*params.stop_token_ids, self._eod) if ends_at_eod else params.stop_token_ids
-            hidden += [(row, token) for token in ends]
-        if slots.forbidden_after:
-            for row, slot in enumerate(rows.slots.tolist()):
-                before, forbidden = slots.forbidden_after.get(slot, ((), ()))
-                if int(rows.inputs[row]) in before:
-                    hidden += [(row, token) for token in forbidden]
+        hidden: list[tuple[int, int]] = []
+        num_generated = rows.positions - self._num_prompt[rows.slots]
+        for row, (p, number, token) in enumerate(
+            zip(params, num_generated, rows.inputs, strict=True)
+        ):
+            if number < p.min_tokens:
+                hidden += [(row, end) for end in p.stop_token_ids]
+                if self._eod is not None and not p.ignore_eos:
+                    hidden.append((row, self._eod))
+            before, forbidden = p.forbidden_after
+            if token in before:
+                hidden += [(row, following) for following in forbidden]
         return hidden
 
     def _draw(self, logits: Blocks, rows: _Rows) -> Tensor:
         """Return tokens [s] sampled from ``logits`` [s, v] with temperature and filters."""
-        values = self._slots.values[rows.slots]
-        temperature, top_k, top_p, min_p = values[:, :4].T
-        decay, bound = self._slots.top_p_decay[rows.slots].T
-        if (decay < 1).any():
-            num_generated = rows.positions - self._slots.num_prompt[rows.slots]
-            top_p = np.maximum(top_p * decay**num_generated, bound).astype(np.float32)
-        wanted = Filters(temperature, top_k.astype(np.int64), top_p, min_p)
-        scale = scale_of(logits, wanted, self._upload)
-        seeds = [self._slots.params[slot].seed for slot in rows.slots.tolist()]
+        temperature, top_k, top_p, min_p, decay, bound = self._filters[rows.slots].T
+        num_generated = rows.positions - self._num_prompt[rows.slots]
+        top_p = np.maximum(top_p * decay**num_generated, bound).astype(np.float32)
+        scale = scale_of(logits, temperature, top_k.astype(np.int64), top_p, min_p, self._upload)
+        seeds = [self._params[slot].seed for slot in rows.slots]
         assert None not in seeds, "an admission has the seed of its request"
         keys = self._upload(row_keys([s or 0 for s in seeds], rows.positions))
-        return choose(logits, scale, keys)[0]
+        return choose(logits, scale, keys)
 
-    def _with_log_probs(self, logits: Tensor, tokens: Tensor, rows: _Rows) -> SampledRows:
+    def _with_log_probs(self, logits: Tensor, tokens: Tensor, rows: _Rows) -> StepOutput:
         """Return ``tokens`` [r] with the log-probabilities that requests of the step ask for."""
-        slots = self._slots
+        params = [self._params[slot] for slot in rows.slots]
         is_target = rows.targets != SAMPLE
-        tops = np.zeros(len(rows.slots), dtype=np.int64)
-        for i, slot in enumerate(rows.slots.tolist()):
-            params = slots.params[slot]
-            if not is_target[i] or params.return_prompt_top_n_logprobs:
-                tops[i] = params.top_n_logprobs
-        count = min(int(tops.max(initial=0)), self._vocab_size)
-        found = SampledRows(
-            tokens,
-            tokens.new_zeros(len(tokens), dtype=torch.float32),
-            tokens.new_full((len(tokens), count), NO_TOKEN),
-            tokens.new_zeros((len(tokens), count), dtype=torch.float32),
-        )
-        wanted = np.flatnonzero(is_target | slots.wants_log_probs[rows.slots])
+        tops = [
+            p.top_n_logprobs
+            for p, is_given in zip(params, is_target, strict=True)
+            if p.return_prompt_top_n_logprobs or not is_given
+        ]
+        count = min(max(tops, default=0), self._vocab_size)
+        every = tokens.new_full((len(tokens), 1 + count), NO_TOKEN)
+        every[:, 0] = tokens
+        log_probs = tokens.new_zeros(every.shape, dtype=torch.float32)
+        wants = [p.return_log_probs or p.top_n_logprobs > 0 for p in params]
+        wanted = np.flatnonzero(is_target | np.array(wants, dtype=bool))
         if len(wanted):
             at = self._upload(wanted)
-            part = _rows_of(logits, wanted, self).float()
-            mine = tokens[at, None]
-            known = part[:, : self._vocab_size]
-            likely = Blocks.of(known).likeliest(count) if count else mine[:, :0]
-            values = log_probs_of(part, torch.cat([mine.clamp(min=0), likely], dim=1))
-            found.log_probs.index_copy_(0, at, values[:, 0])
-            found.top_tokens.index_copy_(0, at, likely)
-            found.top_log_probs.index_copy_(0, at, values[:, 1:])
-        is_bad = ~found.log_probs.isfinite()
-        found.log_probs.masked_fill_(is_bad, 0)
-        return replace(found, tokens=tokens.masked_fill(is_bad, NO_TOKEN))
+            part = self._take(logits, wanted).float()
+            if count:
+                likely = Blocks.of(part[:, : self._vocab_size]).likeliest(count)
+                every.index_copy_(0, at, torch.cat([tokens[at, None], likely], dim=1))
+            log_probs.index_copy_(0, at, log_probs_of(part, every[at].clamp(min=0)))
+        is_bad = ~log_probs[:, 0].isfinite()
+        log_probs[:, 0].masked_fill_(is_bad, 0)
+        every[:, 0].masked_fill_(is_bad, NO_TOKEN)
+        return _to_host(every, log_probs)
+
+    def _take(self, logits: Tensor, index: Integers) -> Tensor:
+        """Return rows of ``logits``, without a copy if they are all rows."""
+        if len(index) == len(logits):
+            return logits
+        return logits.index_select(0, self._upload(index))
 
     def _upload(self, values: npt.ArrayLike) -> Tensor:
         """Copy integers as int64, or float32 numbers, to the device without a wait.
@@ -228,8 +242,7 @@ class Sampler:
         return host_array(array, self._device).to(self._device, non_blocking=True)
 
 
-@dataclass(frozen=True)
-class _Rows:
+class _Rows(NamedTuple):
     """Slot, position of the new token, target and input token of each row: [r]."""
 
     slots: Integers
@@ -242,27 +255,24 @@ class _Rows:
         """Return the output rows of ``plan``."""
         slots: list[int] = []
         positions: list[int] = []
-        targets: list[Integers] = []
-        inputs: list[Integers] = []
+        targets = [NO_INTEGERS]
+        inputs = [NO_INTEGERS]
         for segment in plan.segments:
             count = len(segment.targets)
             slots += [segment.slot] * count
             positions += range(segment.num_keys - count + 1, segment.num_keys + 1)
             targets.append(segment.targets)
             inputs.append(segment.tokens[len(segment.tokens) - count :])
-        empty = np.zeros(0, dtype=np.int64)
         return _Rows(
             np.array(slots, dtype=np.int64),
             np.array(positions, dtype=np.int64),
-            np.concatenate(targets or [empty]),
-            np.concatenate(inputs or [empty]),
+            np.concatenate(targets),
+            np.concatenate(inputs),
         )
 
     def take(self, index: Integers) -> _Rows:
         """Return the rows of ``index``."""
-        return _Rows(
-            self.slots[index], self.positions[index], self.targets[index], self.inputs[index]
-        )
+        return _Rows(*(values[index] for values in self))
 
 
 def _checked(tokens: Tensor, blocks: Blocks) -> Tensor:
@@ -270,79 +280,12 @@ def _checked(tokens: Tensor, blocks: Blocks) -> Tensor:
     return tokens.where(blocks.maxima.amax(-1).isfinite(), NO_TOKEN)
 
 
-def _rows_of(logits: Tensor, index: Integers, sampler: Sampler) -> Tensor:
-    """Return rows of ``logits``, without a copy if they are all rows."""
-    if len(index) == len(logits):
-        return logits
-    return logits.index_select(0, sampler._upload(index))
-
-
-# Beyond these, fp32 gives 0 / 0 and infinity / infinity, and tokens that are not allowed.
-_LEAST_DIVISOR = 1e-30
-_LARGEST_VALUE = 1e30
-
-
-class Slots:
-    """Requests by slot.  Arrays are indexed by slot and live on the host."""
-
-    def __init__(self, max_requests: int, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
-        self.params = [SamplingParams(temperature=0.0, seed=0)] * max_requests
-        self.num_prompt = np.zeros(max_requests, dtype=np.int64)
-        self.min_tokens = np.zeros(max_requests, dtype=np.int64)
-        self.is_greedy = np.ones(max_requests, dtype=bool)
-        self.wants_log_probs = np.zeros(max_requests, dtype=bool)
-        self.has_penalty = np.zeros(max_requests, dtype=bool)
-        self.has_bias = np.zeros(max_requests, dtype=bool)
-        # Greedy, and nothing changes or reports logits: the largest logit is the whole answer.
-        self.is_plain = np.ones(max_requests, dtype=bool)
-        # Factor of top_p for each generated token, and least top_p; 1 and 0: it stays.
-        self.top_p_decay = np.tile(np.array([1, 0], dtype=np.float32), (max_requests, 1))
-        # By slot: tokens, and tokens that must not follow them.
-        self.forbidden_after: dict[int, tuple[frozenset[int], tuple[int, ...]]] = {}
-        # temperature, top_k (v: no limit), top_p, min_p, repetition, presence, frequency
-        self.values = np.zeros((max_requests, 7), dtype=np.float32)
-        self.penalties = Penalties(vocab_size, device)
-        self.bias = SlotRows(vocab_size, torch.float32, device)
-
-    def admit(self, admission: Admission) -> None:
-        """Put a request into its slot; the slot forgets the request before it."""
-        slot = admission.slot
-        params = SamplingParams.from_json(admission.params)
-        self.params[slot] = params
-        self.num_prompt[slot] = admission.num_prompt
-        self.min_tokens[slot] = params.min_tokens
-        self.is_greedy[slot] = params.is_greedy
-        self.wants_log_probs[slot] = params.return_log_probs or params.top_n_logprobs > 0
-        top_k = min(params.top_k or self._vocab_size, self._vocab_size)
-        temperature = max(params.temperature, _LEAST_DIVISOR)
-        filters = (temperature, top_k, params.top_p or 1.0, params.min_p)
-        repetition = max(params.repetition_penalty, _LEAST_DIVISOR)
-        penalties = (repetition, params.presence_penalty, params.frequency_penalty)
-        self.values[slot] = np.clip(filters + penalties, -_LARGEST_VALUE, _LARGEST_VALUE)
-        decays = params.top_p > 0 and params.top_p_decay > 0
-        self.top_p_decay[slot] = (params.top_p_decay, params.top_p_bound) if decays else (1, 0)
-        self.forbidden_after.pop(slot, None)
-        if any(params.forbidden_after):
-            before, forbidden = params.forbidden_after
-            self.forbidden_after[slot] = frozenset(before), forbidden
-        self.has_bias[slot] = bool(params.logit_bias)
-        self.has_penalty[slot] = params.has_penalty
-        self.is_plain[slot] = params.is_greedy and not (
-            self.has_bias[slot]
-            or self.has_penalty[slot]
-            or self.min_tokens[slot]
-            or self.wants_log_probs[slot]
-            or slot in self.forbidden_after
-        )
-        self.bias.free(slot)
-        if params.logit_bias:
-            bias = np.zeros(self._vocab_size, dtype=np.float32)
-            bias[list(params.logit_bias)] = list(params.logit_bias.values())
-            self.bias.put(slot, bias)
-        self.penalties.free(slot)
-        if self.has_penalty[slot]:
-            self.penalties.admit(admission)
+def _to_host(tokens: Tensor, log_probs: Tensor) -> StepOutput:
+    """Return a token and the most likely ones of each row [r, 1 + n]: one copy to the host."""
+    every = torch.cat([tokens, log_probs.view(torch.int32).long()], dim=1).cpu().numpy()
+    integers, bits = np.split(every, 2, axis=1)
+    values = bits.astype(np.int32).view(np.float32)
+    return StepOutput(integers[:, 0], values[:, 0], integers[:, 1:], values[:, 1:])
 
 
 class SlotRows:
@@ -379,9 +322,9 @@ class SlotRows:
         if row is not None:
             self._free.append(row)
 
-    def rows(self, slots: Iterable[int]) -> Tensor:
-        """Return the rows of ``slots`` in `data` [s], on the host."""
-        return torch.tensor([self._row[slot] for slot in slots], dtype=torch.int64)
+    def rows(self, slots: Iterable[int]) -> list[int]:
+        """Return the rows of ``slots`` in `data`."""
+        return [self._row[slot] for slot in slots]
 
 
 class Penalties:
@@ -443,7 +386,8 @@ class Penalties:
 
     def _of(self, slots: Integers, like: Tensor) -> Tensor:
         # The three kinds of rows are taken and freed together, so their numbers are equal.
-        return self._counts.rows(slots.tolist()).to(like.device, non_blocking=True)
+        rows = torch.tensor(self._counts.rows(slots))
+        return rows.to(like.device, non_blocking=True)
 
 
 def keep_allowed(logits: Tensor, words: Tensor) -> None:

@@ -14,27 +14,22 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from megatron.core.device import is_cuda
-from megatron.core.inference.fast_linear import FastLinears
+from megatron.core.inference.fast_linear import FastLinear
 from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
-from megatron.core.inference.paged_engine.request import (
-    Request,
-    RequestOutput,
-)
+from megatron.core.inference.paged_engine.request import Request, RequestOutput
 from megatron.core.inference.paged_engine.runner import GenerationModel
 from megatron.core.inference.paged_engine.step_plan import array_to_text, text_to_array
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.parallel.rank_grid import RankGrid
+from megatron.core.tensor_parallel.layers import Linear
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-# An output of a request in one step, and the seconds that the step took.
-TimedOutput: TypeAlias = tuple[RequestOutput, float]
 
 
 class CollectiveEngine(Engine):
@@ -48,18 +43,18 @@ class CollectiveEngine(Engine):
         peers = None
         if groups is not model.groups and groups.world.size() < model.groups.world.size():
             peers = model.groups.dense_grid.groups("tp", "pp")
-        self._sequences = ReplicatedSequences(model.module)
-        with self._sequences.bound():
+        self._changes = replicated_sequences(model.module)
+        with changed(self._changes):
             super().__init__(replace(model, groups=groups), options, peers)
-        self._is_root = self.model.groups.world.rank() == 0
-        self._linears = None if is_cuda(self.model.device) else FastLinears(self.model.module)
+        self._is_root = groups.world.rank() == 0
+        if not is_cuda(model.device):
+            self._changes += [
+                (vars(module), {"quantizer": FastLinear("fp32", batch_invariant=False)})
+                for module in model.module.modules()
+                if isinstance(module, Linear) and module.quantizer is None
+            ]
         self.unfinished: set[str] = set()  # requests that wait or run
         self._begun: set[str] = set()  # unfinished requests that have a token
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether a request waits or runs."""
-        return bool(self.unfinished)
 
     @property
     def is_decode_only(self) -> bool:
@@ -84,50 +79,44 @@ class CollectiveEngine(Engine):
         self._begun.discard(request_id)
         return was_there
 
-    def advance(self, *, to_end: bool) -> list[TimedOutput]:
-        """Run one step of each lane, or all requests ``to_end``; return the outputs.
+    def advance(self, *, to_end: bool) -> list[tuple[RequestOutput, float]]:
+        """Run one step of each lane, or all requests ``to_end``.
 
-        Collective over the ranks of the engine.
+        Returns the outputs, each with the seconds of its step.  Collective over the ranks of the
+        engine.
         """
         self.model.module.eval()
-        linears = nullcontext() if self._linears is None else self._linears.bound()
-        with linears, self._sequences.bound():
-            found = self._advance(to_end=to_end)
+        with changed(self._changes):
+            if self._is_root:
+                items = self._steps(to_end)
+                self.close()
+                self._tell_others(text_to_array(json.dumps(items)))
+                self._channel.flush()
+            else:
+                self.follow()
+                items = json.loads(array_to_text(self._channel.receive(self._channel.root)))
+        found = [(RequestOutput.from_json(output), elapsed_s) for output, elapsed_s in items]
+        self._begun |= {output.request_id for output, _ in found if output.new}
         ended = {output.request_id for output, _ in found if output.finish_reason is not None}
         self.unfinished -= ended
-        self._begun |= {output.request_id for output, _ in found if output.new}
         self._begun -= ended
         return found
 
-    def _advance(self, *, to_end: bool) -> list[TimedOutput]:
-        if self._is_root:
-            found: list[TimedOutput] = []
-            while super().has_unfinished:
-                found += self._timed_steps(1 if to_end else self._num_lanes)
-                if not to_end:
-                    break
-            self.close()
-            items = [[output.to_json(), elapsed_s] for output, elapsed_s in found]
-            message = text_to_array(json.dumps(items))
-            for rank in self._channel.ranks[1:]:
-                self._channel.send(message, rank)
-            self._channel.flush()
-        else:
-            self.follow()
-            text = array_to_text(self._channel.receive(self._channel.root))
-            found = [(RequestOutput.from_json(o), s) for o, s in json.loads(text)]
-        return found
-
-    def _timed_steps(self, count: int) -> list[TimedOutput]:
-        """Run ``count`` steps; if it is one for each lane, wait for all of them."""
-        start = time.perf_counter()
-        outputs = [output for _ in range(count) for output in self.step()]
-        if count == self._num_lanes:
-            self._finish_steps(drain=False)
-            outputs += self._held
-            self._held = []
-        elapsed = time.perf_counter() - start
-        return [(output, elapsed) for output in outputs]
+    def _steps(self, to_end: bool) -> list[tuple[dict[str, Any], float]]:
+        """Run steps on the root; return their outputs as JSON values, with the seconds of each."""
+        items = []
+        while self.has_unfinished:
+            start = time.perf_counter()
+            outputs = [o for _ in range(1 if to_end else self._num_lanes) for o in self.step()]
+            if not to_end:
+                self._finish_steps()
+                outputs += self._held
+                self._held = []
+            elapsed_s = time.perf_counter() - start
+            items += [(output.to_json(), elapsed_s) for output in outputs]
+            if not to_end:
+                break
+        return items
 
 
 def _groups_of_replica(groups: ProcessGroupCollection) -> ProcessGroupCollection:
@@ -138,18 +127,16 @@ def _groups_of_replica(groups: ProcessGroupCollection) -> ProcessGroupCollection
     if groups.ep.size() > 1:
         return groups
     grid = RankGrid({"tp": groups.tp.size(), "dp": 1, "pp": groups.pp.size()})
-    alone = groups.ep
     return ProcessGroupCollection(
         tp=groups.tp,
         pp=groups.pp,
         cp=groups.cp,
-        ep=alone,
-        dp=alone,
+        dp=groups.ep,
         mp=groups.mp,
         world=groups.mp,
         dense_grid=grid,
         expert_grid=grid,
-        _alone=alone,
+        _alone=groups.ep,
     )
 
 
@@ -161,39 +148,38 @@ _REPLICATED = {
     "reduce_scatter_embeddings": False,
     "overlapped": None,
 }
+# Attributes of objects (their ``vars``), and other values for them.
+Changes: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
-class ReplicatedSequences:
-    """The layers of ``model`` that shard sequences; none if it has no sequence parallelism."""
+def replicated_sequences(model: nn.Module) -> Changes:
+    """Return the changes with which every rank computes complete sequences."""
+    found: Changes = []
+    configs: dict[int, TransformerConfig] = {}
+    for module in model.modules():
+        attributes = vars(module)
+        changes: dict[str, Any] = {k: v for k, v in _REPLICATED.items() if attributes.get(k)}
+        config = attributes.get("config")
+        if isinstance(config, TransformerConfig) and config.sequence_parallel:
+            if id(config) not in configs:
+                configs[id(config)] = replace(config, sequence_parallel=False)
+            changes["config"] = configs[id(config)]
+        found.append((attributes, changes))
+        # Transformer Engine's module is not registered as a submodule of its layer.
+        inner = getattr(attributes.get("engine"), "module", None)
+        if isinstance(inner, nn.Module) and vars(inner).get("sequence_parallel"):
+            found.append((vars(inner), {"sequence_parallel": False}))
+    return [(attributes, changes) for attributes, changes in found if changes]
 
-    def __init__(self, model: nn.Module) -> None:
-        self._sharded: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        configs: dict[int, TransformerConfig] = {}
-        for module in model.modules():
-            attributes = vars(module)
-            changes: dict[str, Any] = {
-                name: value for name, value in _REPLICATED.items() if attributes.get(name)
-            }
-            config = attributes.get("config")
-            if isinstance(config, TransformerConfig) and config.sequence_parallel:
-                if id(config) not in configs:
-                    configs[id(config)] = replace(config, sequence_parallel=False)
-                changes["config"] = configs[id(config)]
-            # Transformer Engine's module is not registered as a submodule of its layer.
-            inner = getattr(attributes.get("engine"), "module", None)
-            if isinstance(inner, nn.Module) and vars(inner).get("sequence_parallel"):
-                self._sharded.append((vars(inner), {"sequence_parallel": False}))
-            if changes:
-                self._sharded.append((attributes, changes))
 
-    @contextmanager
-    def bound(self) -> Iterator[None]:
-        """Let every rank compute complete sequences until the context ends."""
-        before = [{name: held[name] for name in changes} for held, changes in self._sharded]
-        for held, changes in self._sharded:
-            held.update(changes)
-        try:
-            yield
-        finally:
-            for (held, _), values in zip(self._sharded, before, strict=True):
-                held.update(values)
+@contextmanager
+def changed(changes: Changes) -> Iterator[None]:
+    """Make ``changes`` until the context ends."""
+    before = [{name: held[name] for name in new} for held, new in changes]
+    for held, new in changes:
+        held.update(new)
+    try:
+        yield
+    finally:
+        for (held, _), values in zip(changes, before, strict=True):
+            held.update(values)

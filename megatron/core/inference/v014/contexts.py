@@ -6,13 +6,12 @@ import abc
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from megatron.core import device
-from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics.log_once import warn_once
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.decode_graphs import captured_sizes
@@ -43,8 +42,7 @@ class InferenceWrapperConfig:
 
     def add_attributes(self, attribute_value_pair: Mapping[str, object]) -> None:
         """Set further attributes."""
-        for name, value in attribute_value_pair.items():
-            setattr(self, name, value)
+        vars(self).update(attribute_value_pair)
 
 
 class BaseInferenceContext(abc.ABC):
@@ -98,16 +96,6 @@ class StaticInferenceContext(BaseInferenceContext):
         """Return a context of the sizes in ``config``."""
         return cls(config.inference_max_requests, config.inference_max_seq_length)
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of cached tokens per sequence."""
-        return self.sequence_len_offset
-
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes allocated."""
-        return self._cache.num_bytes
-
     def is_static_batching(self) -> bool:
         """Return True: all sequences grow together."""
         return True
@@ -158,13 +146,10 @@ class StaticInferenceContext(BaseInferenceContext):
             raise ValueError(
                 f"{stop} tokens do not fit into a cache of {self.max_sequence_length} a sequence"
             )
-        known = []
-        for pages, new in zip(
-            self._cache.layer(layer_index, key, value), (key, value), strict=True
-        ):
-            pages[:batch, start:stop] = new.transpose(0, 1)
-            known.append(pages[:batch, :stop].transpose(0, 1))
-        keys, values = known
+        pages = self._cache.layer(layer_index, key, value)
+        for held, new in zip(pages, (key, value), strict=True):
+            held[:batch, start:stop] = new.transpose(0, 1)
+        keys, values = (held[:batch, :stop].transpose(0, 1) for held in pages)
         table = None if bias is None else bias(start, len(query), stop)
         return core(query, keys, values if values.shape[-1] else keys, mask, attention_bias=table)
 
@@ -199,10 +184,6 @@ class StaticInferenceContext(BaseInferenceContext):
     def output_rows(self, hidden: Tensor) -> Tensor:
         """Return the last token of each sequence: [s, b, h] -> [1, b, h]."""
         return hidden[-1:]
-
-    def advance(self, num_new_tokens: int) -> None:
-        """Count the tokens of a finished forward pass: the caller's duty after each."""
-        self.increment_sequence_len_offset(num_new_tokens)
 
     def reset(self) -> None:
         """Remove all tokens."""
@@ -283,15 +264,12 @@ class DynamicInferenceContext(BaseInferenceContext):
         materialize_only_last_token_logits: bool = True,
     ) -> None:
         super().__init__(materialize_only_last_token_logits)
-        if not (buffer_size_gb > 0 and chunk_size_tokens > 0 and max_sequence_length > 0):
-            raise ConfigError(
-                f"DynamicInferenceContext: buffer_size_gb {buffer_size_gb}, chunk_size_tokens "
-                f"{chunk_size_tokens}, max_sequence_length {max_sequence_length}: give sizes above "
-                "0"
-            )
         self.max_sequence_length = max_sequence_length
         self.chunk_size_tokens = chunk_size_tokens
-        defaults = EngineOptions
+        given: dict[str, Any] = {
+            "max_step_tokens": max_tokens_override,
+            "num_cuda_graphs": num_cuda_graphs,
+        }
         self.options = EngineOptions(
             buffer_bytes=int(buffer_size_gb * 2**30),
             page_size=chunk_size_tokens,
@@ -300,12 +278,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             max_sequence_length=max_sequence_length,
             max_waiting=2**62,
             max_requests=max_requests_override,
-            max_step_tokens=(
-                defaults.max_step_tokens if max_tokens_override is None else max_tokens_override
-            ),
-            num_cuda_graphs=(
-                defaults.num_cuda_graphs if num_cuda_graphs is None else num_cuda_graphs
-            ),
+            **{name: value for name, value in given.items() if value is not None},
         )
         self.engine: CollectiveEngine | None = None  # a DynamicInferenceEngine sets it
         heads = -(-num_attention_heads // (tensor_model_parallel_size or 1))

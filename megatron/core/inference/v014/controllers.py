@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,13 @@ from megatron.core.inference.paged_engine.request import (
     TokenOutput,
     text_of,
 )
-from megatron.core.inference.sampling.choice import sample_tokens
+from megatron.core.inference.paged_engine.step_plan import (
+    SAMPLE_ONLY,
+    Admission,
+    StepPlan,
+    idle_segment,
+)
+from megatron.core.inference.sampling.sampler import Sampler
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.v014.collective_engine import CollectiveEngine
 from megatron.core.inference.v014.requests import (
@@ -44,7 +51,7 @@ _ENDLESS = 2**62  # bytes, requests: no limit
 
 
 class RunningRequest:
-    """A request in the paged engine, whose outputs become the fields of ``request``.
+    """A request at an engine, whose outputs become its results.
 
     ``prompt``: the tokens that the generated ones follow.  ``eod``: ends a text without being a
     part of it.
@@ -67,7 +74,6 @@ class RunningRequest:
         self._tokens: list[TokenOutput] = []
         self._scores: tuple[TokenOutput, ...] = ()
         self._seconds: list[float] = []
-        request.status = Status.ACTIVE_AND_GENERATING_TOKENS
 
     def record(self, output: RequestOutput, elapsed_s: float) -> None:
         """Add the output of a step."""
@@ -78,19 +84,11 @@ class RunningRequest:
         if isinstance(self.request, DynamicInferenceRequest):
             self.request.generated_tokens += [token.token for token in output.new]
 
-    def snapshot(self) -> InferenceRequest:
-        """Return a copy of the request with its results so far."""
-        found = copy.copy(self.request)
-        self._write(found)
-        return found
-
-    def finish(self) -> None:
-        """Set the results of the finished request."""
-        self._write(self.request)
-        is_failed = self.finish_reason in ("error", "abort", None)
-        self.request.status = Status.FAILED if is_failed else Status.COMPLETED
-
-    def _write(self, request: InferenceRequest) -> None:
+    def write(self, request: InferenceRequest) -> InferenceRequest:
+        """Set the results so far on the request, or on a copy of it; return it."""
+        if self.finish_reason is not None:
+            is_failed = self.finish_reason in ("error", "abort")
+            request.status = Status.FAILED if is_failed else Status.COMPLETED
         params = self._params
         new = self._tokens
         if new and new[-1].token == self._eod:
@@ -112,12 +110,14 @@ class RunningRequest:
             request.prompt_log_probs = [token.log_prob for token in self._scores]
             request.generated_log_probs = [token.log_prob for token in new]
         if params.top_n_logprobs:
-            request.generated_top_n_logprobs = [self._top(token) for token in new]
+            request.generated_top_n_logprobs = self._top(new)
             if params.return_prompt_top_n_logprobs:
-                request.prompt_top_n_logprobs = [self._top(token) for token in self._scores]
+                request.prompt_top_n_logprobs = self._top(self._scores)
+        return request
 
-    def _top(self, token: TokenOutput) -> dict[str, float]:
-        return {self._tokenizer.detokenize([i]): log_prob for i, log_prob in token.top}
+    def _top(self, tokens: Iterable[TokenOutput]) -> list[dict[str, float]]:
+        decode = self._tokenizer.detokenize
+        return [{decode([i]): log_prob for i, log_prob in token.top} for token in tokens]
 
 
 def _token_texts(tokenizer: Any, tokens: list[int]) -> list[str]:
@@ -128,14 +128,6 @@ def _token_texts(tokenizer: Any, tokens: list[int]) -> list[str]:
     except (NotImplementedError, AttributeError):  # this tokenizer has no offsets
         return [tokenizer.detokenize([token]) for token in tokens]
     return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
-
-
-def engine_params(params: SamplingParams, seed: int) -> SamplingParams:
-    """Return ``params`` with a seed and the scores of the prompt that the results need."""
-    has_top = params.return_prompt_top_n_logprobs and params.top_n_logprobs > 0
-    has_scores = params.return_log_probs or params.return_prompt_log_probs or has_top
-    seed = seed if params.seed is None else params.seed
-    return replace(params, seed=seed, return_prompt_log_probs=has_scores)
 
 
 class TextGenerationController:
@@ -203,27 +195,35 @@ class TextGenerationController:
         running: dict[str, RunningRequest] = {}
         try:
             for request in active_requests.values():
-                running[str(request.request_id)] = self._start(request, engine)
+                params = request.sampling_params or SamplingParams()
+                # From torch's generator, so that a script that seeds torch repeats its texts.
+                found = self.start(request, engine, params, lambda: int(torch.randint(2**62, ())))
+                running[str(request.request_id)] = found
         except MegatronError:
             for name in running:
                 engine.abort(name)
             raise
-        while engine.has_unfinished:
+        while engine.unfinished:
             for output, elapsed_s in engine.advance(to_end=not streams):
                 found = running[output.request_id]
                 found.record(output, elapsed_s)
                 stream = streams.get(found.request.request_id)
                 if stream is not None and output.new:
-                    stream.put(found.snapshot())
+                    stream.put(found.write(copy.copy(found.request)))
         for found in running.values():
-            found.finish()
+            found.write(found.request)
         for stream in streams.values():
             stream.finish()
         return active_requests
 
-    def _start(self, request: InferenceRequest, engine: CollectiveEngine) -> RunningRequest:
-        """Queue a request at ``engine``."""
-        params = request.sampling_params or SamplingParams()
+    def start(
+        self,
+        request: InferenceRequest,
+        engine: CollectiveEngine,
+        params: SamplingParams,
+        draw_seed: Callable[[], int],
+    ) -> RunningRequest:
+        """Queue a request at ``engine``; ``draw_seed`` gives a seed if ``params`` have none."""
         if request.prompt_tokens is None:
             request.prompt_tokens = self.tokenize_prompt(request.prompt)
         prompt, images = self.prompt_rows(request)
@@ -231,10 +231,16 @@ class TextGenerationController:
         if engine.model.decoder_start is not None:
             source = self.source_tokens(request)
             prompt = prompt or [engine.model.decoder_start]
-        # From torch's generator, so that a script that seeds torch repeats its texts.
-        seed = int(torch.randint(2**62, ())) if params.seed is None else params.seed
-        asked = engine_params(params, seed)
+        has_top = params.return_prompt_top_n_logprobs and params.top_n_logprobs > 0
+        asked = replace(
+            params,
+            seed=draw_seed() if params.seed is None else params.seed,
+            return_prompt_log_probs=(
+                params.return_log_probs or params.return_prompt_log_probs or has_top
+            ),
+        )
         engine.add(Request(str(request.request_id), prompt, asked, source=source, images=images))
+        request.status = Status.ACTIVE_AND_GENERATING_TOKENS
         return RunningRequest(request, params, self.tokenizer, text_of(prompt), engine.model.eod)
 
     def prompt_rows(self, request: InferenceRequest) -> tuple[list[int], tuple[PromptImage, ...]]:
@@ -295,7 +301,15 @@ class TextGenerationController:
                     texts = [self.tokenizer.detokenize([token]) for token in tokens[row].tolist()]
                     found = dict(zip(texts, values[row].tolist(), strict=True))
                     top_n_logprobs_dict.setdefault(row, []).append(found)
-        return sample_tokens(last_token_logits[:, :vocab_size], params)
+        known = last_token_logits[:, :vocab_size]
+        sampler = Sampler(len(known), known.size(1), known.device)
+        seed = int(torch.randint(2**62, ())) if params.seed is None else params.seed
+        asked = replace(params, seed=seed, top_n_logprobs=0).to_json()
+        segments = []
+        for row in range(len(known)):
+            sampler.admit(Admission(row, asked))
+            segments.append(idle_segment(row, 0, SAMPLE_ONLY)._replace(start=row - 1))
+        return torch.from_numpy(sampler.sample(known, StepPlan(segments)).tokens).to(known.device)
 
     def update_generation_status(
         self,
@@ -311,7 +325,7 @@ class TextGenerationController:
         The token that ends a sequence does not count.
         """
         if termination_id is None:
-            termination_id = self.inference_wrapped_model.generation_model(self.tokenizer).eod
+            termination_id = self.inference_wrapped_model.eod_of(self.tokenizer)
         ends = updated_prompts_tokens[:, current_context_end_position] == termination_id
         done = is_generation_done_tensor.bool() | (ends & generation_started)
         lengths = generated_sequence_lengths + (~done & generation_started)
@@ -324,11 +338,13 @@ class TextGenerationController:
         padded_sequence_length: int,
     ) -> Tensor:
         """Return prompts as one tensor [b, s], padded with the tokenizer's EOD."""
-        fill = self.tokenizer.eod
-        padded = torch.full((padded_batch_size, padded_sequence_length), fill)
-        for row, prompt in enumerate(batch_prompt_tokens_list):
-            padded[row, : len(prompt)] = torch.tensor(prompt)
-        return padded
+        missing = padded_batch_size - len(batch_prompt_tokens_list)
+        return torch.tensor(
+            [
+                prompt + [self.tokenizer.eod] * (padded_sequence_length - len(prompt))
+                for prompt in batch_prompt_tokens_list + [[]] * missing
+            ]
+        )
 
     def unpad_input_prompt_tokens(
         self, padded_batch_prompt_tokens: Tensor, original_batch_size: int
@@ -403,9 +419,15 @@ class VLMTextGenerationController(TextGenerationController):
     def prompt_rows(self, request: InferenceRequest) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Return the ids of the prompt with the ids of its images, and the images."""
         ids, _ = super().prompt_rows(request)
-        tokens = self._image_tokens()
+        model = self.inference_wrapped_model.whole_model
+        tokens = {model.image_token_index}
+        convert = getattr(self.tokenizer, "convert_tokens_to_ids", None)
+        if convert is not None and (token := convert("<image>")) is not None:
+            tokens.add(int(token))
         places = [i for i, token in enumerate(ids) if token in tokens]
-        images = self._images(request)
+        images: tuple[PromptImage, ...] = ()
+        if isinstance(request, VLMInferenceRequest):
+            images = _images(request, model.embeddings_per_tile)
         if len(places) != len(images):
             raise ConfigError(
                 f"request {request.request_id}: the prompt has {len(places)} image tokens for "
@@ -420,29 +442,6 @@ class VLMTextGenerationController(TextGenerationController):
             )
         return ids, images
 
-    def _image_tokens(self) -> set[int]:
-        found = {self.inference_wrapped_model.whole_model.image_token_index}
-        convert = getattr(self.tokenizer, "convert_tokens_to_ids", None)
-        token = None if convert is None else convert("<image>")
-        return found if token is None else found | {int(token)}
-
-    def _images(self, request: InferenceRequest) -> tuple[PromptImage, ...]:
-        if not isinstance(request, VLMInferenceRequest):
-            return ()
-        counts = [int(count) for count in request.num_tiles.flatten()]
-        per_tile = self.inference_wrapped_model.whole_model.embeddings_per_tile
-        if request.num_img_embeddings_per_tile != per_tile or sum(counts) != len(request.imgs):
-            raise ConfigError(
-                f"request {request.request_id}: {len(request.imgs)} tiles of "
-                f"{request.num_img_embeddings_per_tile} embeddings do not fit num_tiles {counts} "
-                f"and the model, which has {per_tile} embeddings of a tile"
-            )
-        tiles = request.imgs.float().cpu().split(counts)
-        return tuple(
-            PromptImage(pixels.numpy(), count * per_tile)
-            for pixels, count in zip(tiles, counts, strict=True)
-        )
-
     def prep_inference_input(
         self,
         prompts_tokens: Tensor,
@@ -451,12 +450,20 @@ class VLMTextGenerationController(TextGenerationController):
     ) -> dict[str, Any]:
         """Return the input of the wrapper's `get_batch_for_context_window`, of one request."""
         (request,) = active_requests.values()
-        images: tuple[Any, ...] = (0, None, None, None)
-        if isinstance(request, VLMInferenceRequest):
-            images = (
-                request.num_img_embeddings_per_tile,
-                request.imgs,
-                request.num_tiles,
-                request.decoder_seq_length,
-            )
+        images: list[Any] = [
+            getattr(request, name, None)
+            for name in ("num_img_embeddings_per_tile", "imgs", "num_tiles", "decoder_seq_length")
+        ]
         return self.inference_wrapped_model.prep_inference_input(prompts_tokens, *images)
+
+
+def _images(request: VLMInferenceRequest, per_tile: int) -> tuple[PromptImage, ...]:
+    counts = [int(count) for count in request.num_tiles.flatten()]
+    if request.num_img_embeddings_per_tile != per_tile or sum(counts) != len(request.imgs):
+        raise ConfigError(
+            f"request {request.request_id}: {len(request.imgs)} tiles of "
+            f"{request.num_img_embeddings_per_tile} embeddings do not fit num_tiles {counts} "
+            f"and the model, which has {per_tile} embeddings of a tile"
+        )
+    tiles = request.imgs.float().cpu().split(counts)
+    return tuple(PromptImage(pixels.numpy(), len(pixels) * per_tile) for pixels in tiles)

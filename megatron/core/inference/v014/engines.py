@@ -32,7 +32,6 @@ from megatron.core.inference.v014.contexts import (
 from megatron.core.inference.v014.controllers import (
     RunningRequest,
     TextGenerationController,
-    engine_params,
 )
 from megatron.core.inference.v014.requests import (
     DynamicInferenceRequest,
@@ -68,12 +67,13 @@ class StaticInferenceEngine(AbstractEngine):
     ) -> None:
         controller = text_generation_controller
         most = controller.inference_wrapped_model.inference_wrapper_config.inference_max_requests
-        if max_batch_size is not None and max_batch_size > most:
+        asked = max_batch_size or most
+        if asked > most:
             warn_once(
-                f"StaticInferenceEngine: max_batch_size {max_batch_size} is above "
+                f"StaticInferenceEngine: max_batch_size {asked} is above "
                 f"inference_max_requests {most} of InferenceWrapperConfig, which counts"
             )
-        controller.max_requests = most if max_batch_size is None else min(max_batch_size, most)
+        controller.max_requests = min(asked, most)
         self.text_generation_controller = controller
         controller.static_engine()  # all ranks are here; later, replicas may be at different places
         self.random_seed = random_seed
@@ -98,10 +98,10 @@ class StaticInferenceEngine(AbstractEngine):
 
         ``streaming`` needs a running event loop; see `get_stream_generator`.
         """
-        if inference_request is None and prompt is None:
-            raise ConfigError("add_request: give prompt or inference_request")
         tokens = None
-        if inference_request is None and prompt is not None:
+        if inference_request is None:
+            if prompt is None:
+                raise ConfigError("add_request: give prompt or inference_request")
             tokens = self.text_generation_controller.tokenize_prompt(prompt, add_BOS)
         return self.scheduler.add_request(
             prompt,
@@ -209,10 +209,8 @@ class DynamicInferenceEngine(AbstractEngine):
         self.random_seed = random_seed
         self.request_counter = Counter()
         self.requests: dict[int, DynamicInferenceRequest] = {}
-        options = context.options
-        if not enable_cuda_graph:
-            options = replace(options, num_cuda_graphs=0)
-        self._engine = CollectiveEngine(model, options)
+        num_graphs = context.options.num_cuda_graphs if enable_cuda_graph else 0
+        self._engine = CollectiveEngine(model, replace(context.options, num_cuda_graphs=num_graphs))
         context.engine = self._engine
         self.reset()
 
@@ -287,13 +285,20 @@ class DynamicInferenceEngine(AbstractEngine):
         """
         active: list[DynamicInferenceRequest] = []
         finished: list[DynamicInferenceRequest] = []
-        waiting = self._waiting
-        self._waiting = {}
-        for request_id, count in waiting.items():
+        for request_id, count in self._waiting.items():
+            params = sampling_params
+            if count is not None:
+                params = replace(params, num_tokens_to_generate=count)
+            request = self.requests[request_id]
+            request.sampling_params = params
             try:
-                self._start(self.requests[request_id], sampling_params, count)
+                self._running[str(request_id)] = self.controller.start(
+                    request, self._engine, params, lambda: self._seeds.getrandbits(62)
+                )
             except RequestError as error:
+                request.status = Status.FAILED
                 finished.append(self._finish(request_id, error))
+        self._waiting.clear()
         elapsed = 0.0
         for output, elapsed in self._engine.advance(to_end=False):
             running = self._running[output.request_id]
@@ -302,6 +307,8 @@ class DynamicInferenceEngine(AbstractEngine):
             if running.finish_reason is None:
                 active.append(self.requests[request_id])
             else:
+                running.write(running.request)
+                del self._running[output.request_id]
                 finished.append(self._finish(request_id))
         if verbose:
             print(f"step: {len(active)} active, {len(finished)} finished, {elapsed:.6f} s")
@@ -317,7 +324,7 @@ class DynamicInferenceEngine(AbstractEngine):
         for prompt in prompts:
             self.add_request(next(self.request_counter), prompt, params.num_tokens_to_generate)
         finished: list[DynamicInferenceRequest] = []
-        while self.has_unfinished_requests():
+        while self.requests:
             finished += self.step(params)[1]
         return finished
 
@@ -326,7 +333,7 @@ class DynamicInferenceEngine(AbstractEngine):
     ) -> None:
         """Step as long as there are requests and wait for others, until this task is cancelled."""
         while True:
-            while self.has_unfinished_requests():
+            while self.requests:
                 await self.async_step(sampling_params, verbose=verbose)
             self._arrival.clear()
             await self._arrival.wait()
@@ -346,47 +353,21 @@ class DynamicInferenceEngine(AbstractEngine):
                 raise
             raise ChunkOverflowError(f"request {request_id}: {error}") from error
 
-    def _start(
-        self, request: DynamicInferenceRequest, params: SamplingParams, count: int | None
-    ) -> None:
-        """Set the parameters of a request and queue it at the engine."""
-        assert request.prompt_tokens is not None, f"request {request.request_id} has no tokens"
-        asked = engine_params(params, self._seeds.getrandbits(62) if params.seed is None else 0)
-        if count is not None:
-            asked = replace(asked, num_tokens_to_generate=count)
-        request.sampling_params = asked
-        name = str(request.request_id)
-        prompt = request.prompt_tokens.tolist()
-        self._running[name] = RunningRequest(
-            request, asked, self.controller.tokenizer, prompt, self.termination_id
-        )
-        self._engine.add(Request(name, prompt, asked))
-
     def _finish(
         self, request_id: int, error: RequestError | None = None
     ) -> DynamicInferenceRequest:
-        """Return the finished request with its results, and set its future."""
-        self._running.pop(str(request_id)).finish()
+        """Return the finished request, and set its future."""
         request = self.requests.pop(request_id)
         future = self._futures.pop(request_id)
-        if future.get_loop().is_running():  # maybe in another thread
-            future.get_loop().call_soon_threadsafe(_set, future, request, error)
-        else:
-            _set(future, request, error)
+        if not future.done():
+            if error is None:
+                future.set_result(request)
+            else:
+                future.set_exception(error)
         return request
 
 
-def _set(
-    future: asyncio.Future[DynamicInferenceRequest],
-    request: DynamicInferenceRequest,
-    error: RequestError | None,
-) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(request)
-    else:
-        future.set_exception(error)
+_idle_loop = cache(asyncio.new_event_loop)
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:
@@ -395,8 +376,3 @@ def _event_loop() -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
     except RuntimeError:
         return _idle_loop()
-
-
-@cache
-def _idle_loop() -> asyncio.AbstractEventLoop:
-    return asyncio.new_event_loop()

@@ -8,14 +8,13 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import Counter
-
-_END = object()
 
 
 class Status(Enum):
@@ -86,6 +85,9 @@ class DynamicInferenceRequest(InferenceRequest):
     prompt_tokens: Tensor | None = None  # type: ignore[assignment]
 
 
+_Item: TypeAlias = InferenceRequest | BaseException | type[BaseException]
+
+
 class AsyncStream:
     """Items of one request; made in a running event loop, filled from any thread."""
 
@@ -94,20 +96,18 @@ class AsyncStream:
         self._request_id = request_id
         self._cancel = cancel
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[object] = asyncio.Queue()
+        self._queue: asyncio.Queue[_Item] = asyncio.Queue()
         self._is_finished = False
 
-    def put(self, item: InferenceRequest | Exception) -> None:
+    def put(self, item: _Item) -> None:
         """Append an item, or an exception that the reader gets; ignored after the end."""
         if not self._is_finished:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
     def finish(self, exception: BaseException | type[BaseException] | None = None) -> None:
         """End the stream, with ``exception`` raised in the reader if given."""
-        if not self._is_finished:
-            self._is_finished = True
-            end = _END if exception is None else exception
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, end)
+        self.put(exception or StopAsyncIteration)
+        self._is_finished = True
 
     @property
     def finished(self) -> bool:
@@ -116,21 +116,17 @@ class AsyncStream:
 
     async def generator(self) -> AsyncGenerator[InferenceRequest, None]:
         """Yield the items; an abandoned generator cancels the request."""
-        is_ended = False
         try:
             while True:
                 item = await self._queue.get()
-                if item is _END:
-                    is_ended = True
+                if item is StopAsyncIteration:
                     return
-                if isinstance(item, BaseException | type):
-                    is_ended = True
+                if not isinstance(item, InferenceRequest):
                     raise item
-                assert isinstance(item, InferenceRequest), f"a stream has {type(item).__name__}"
                 yield item
-        finally:
-            if not is_ended:
-                self._cancel(self._request_id)
+        except (GeneratorExit, asyncio.CancelledError):
+            self._cancel(self._request_id)
+            raise
 
 
 class Scheduler:

@@ -23,7 +23,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics.log_once import warn_once
 from megatron.core.inference import communication_utils as stages
 from megatron.core.inference.paged_engine.runner import GenerationModel, token_of
-from megatron.core.inference.v014.collective_engine import ReplicatedSequences
+from megatron.core.inference.v014.collective_engine import changed, replicated_sequences
 from megatron.core.inference.v014.contexts import (
     BaseInferenceContext,
     InferenceWrapperConfig,
@@ -73,7 +73,7 @@ class AbstractModelInferenceWrapper(abc.ABC):
         self.tp_group = self.model_comm_pgs.tp
         self.pp_group = self.model_comm_pgs.pp
         self.model_is_pipeline_parallel = self.pp_group.size() > 1
-        self.sequences = ReplicatedSequences(model)
+        self._changes = replicated_sequences(model)
         for name in ("nccl_all_reduce_for_prefill", "fp8"):
             if vars(inference_wrapper_config).get(name):
                 warn_once(f"InferenceWrapperConfig: {name} has no effect: the model decides")
@@ -93,11 +93,11 @@ class AbstractModelInferenceWrapper(abc.ABC):
         Raises ConfigError for a model that the engine cannot run.
         """
         config: TransformerConfig = get_model_config(self.model)
-        for kind in type(self).__mro__:
-            own = [name for name in _STEPS if name in vars(kind)]
-            if own and kind.__module__ != __name__:
+        for name in _STEPS:
+            owner = next(kind for kind in type(self).__mro__ if name in vars(kind))
+            if owner.__module__ != __name__:
                 raise ConfigError(
-                    f"{kind.__name__} defines {own[0]}, but engines compute the batches of a model "
+                    f"{owner.__name__} defines {name}, but engines compute the batches of a model "
                     "by themselves: derive the wrapper from GPTInferenceWrapper or "
                     "T5InferenceWrapper without it"
                 )
@@ -115,8 +115,12 @@ class AbstractModelInferenceWrapper(abc.ABC):
             device=next(self.model.parameters()).device,
             vocab_size=vocab_size,
             max_sequence_length=get_attr_wrapped_model(module, "max_sequence_length"),
-            eod=token_of(tokenizer, *self._end_roles) if eod is None else eod,
+            eod=self.eod_of(tokenizer) if eod is None else eod,
         )
+
+    def eod_of(self, tokenizer: Any) -> int | None:
+        """Return the token that ends a text."""
+        return token_of(tokenizer, *self._end_roles)
 
     def text_model(self) -> nn.Module:
         """Return the part of the model that generates: all of it."""
@@ -154,7 +158,8 @@ class AbstractModelInferenceWrapper(abc.ABC):
 
     def forward_pass_without_pipeline_parallel(self, inference_input: dict[str, Any]) -> Tensor:
         """Run a batch through a model of one stage; return logits of its last tokens."""
-        logits = self._forward(inference_input)
+        with changed(self._changes):
+            logits = self._forward(inference_input)
         self.inference_context.increment_sequence_len_offset(self.num_positions(inference_input))
         return logits
 
@@ -190,26 +195,17 @@ class AbstractModelInferenceWrapper(abc.ABC):
         return int(inference_input["tokens"].shape[1])
 
     def _forward(self, inference_input: dict[str, Any]) -> Tensor:
-        with self.sequences.bound():
-            out: Tensor = self.model(
-                inference_input["tokens"],
-                inference_input["position_ids"],
-                inference_input["attention_mask"],
-                inference_context=self.inference_context,
-            )
+        out: Tensor = self.model(
+            inference_input["tokens"],
+            inference_input["position_ids"],
+            inference_input["attention_mask"],
+            inference_context=self.inference_context,
+        )
         return out
 
 
 class GPTInferenceWrapper(AbstractModelInferenceWrapper):
     """A GPTModel or MambaModel, which generates text."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        inference_wrapper_config: InferenceWrapperConfig,
-        inference_context: BaseInferenceContext | None = None,
-    ) -> None:
-        super().__init__(model, inference_wrapper_config, inference_context)
 
     def prep_inference_input(self, prompts_tokens: Tensor) -> dict[str, Any]:
         """Return tokens [b, s] and their positions; no mask: the decoder is causal."""
@@ -277,10 +273,8 @@ class T5InferenceWrapper(AbstractModelInferenceWrapper):
     ) -> list[list[int]]:
         """Return the prompts, each padded to ``max_sequence_length``."""
         pad = token_of(tokenizer, "pad", "pad_id") or 0
-        return [
-            tokens + [pad] * (max_sequence_length - len(tokens))
-            for tokens in encoder_prompts_tokens_list
-        ]
+        every = encoder_prompts_tokens_list
+        return [tokens + [pad] * (max_sequence_length - len(tokens)) for tokens in every]
 
     def prep_inference_input(
         self,
@@ -313,7 +307,7 @@ class T5InferenceWrapper(AbstractModelInferenceWrapper):
     def forward_pass_without_pipeline_parallel(self, inference_input: dict[str, Any]) -> Tensor:
         """Run encoder and decoder; return logits [b, t, v]."""
         mask = inference_input["encoder_mask"]
-        with self.sequences.bound():
+        with changed(self._changes):
             logits: Tensor = self.model(
                 inference_input["encoder_tokens"],
                 inference_input["decoder_tokens"],
@@ -377,12 +371,8 @@ class VLMInferenceWrapper(GPTInferenceWrapper):
                 f"num_img_embeddings_per_tile is {num_img_embeddings_per_tile}, and the model has "
                 f"{per_tile} embeddings of a tile: give this number"
             )
-        found = super().prep_inference_input(prompts_tokens)
-        return found | {
-            "images": images,
-            "num_tiles": num_tiles,
-            "decoder_seq_length": decoder_seq_length,
-        }
+        sizes = {"num_tiles": num_tiles, "decoder_seq_length": decoder_seq_length}
+        return super().prep_inference_input(prompts_tokens) | sizes | {"images": images}
 
     def get_batch_for_context_window(
         self,
@@ -394,7 +384,9 @@ class VLMInferenceWrapper(GPTInferenceWrapper):
         window = slice(context_start_position, context_end_position)
         found = super().get_batch_for_context_window(inference_input, window.start, window.stop)
         is_image = inference_input["tokens"] == self.whole_model.image_token_index
-        tiles = self._tiles(is_image, inference_input["num_tiles"])
+        tiles = is_image.long()  # of each token: 0 at text, by default 1 at an image
+        if (num_tiles := inference_input["num_tiles"]) is not None:
+            tiles[is_image] = num_tiles.to(tiles.device, torch.int64).flatten()
         images: Tensor | None = inference_input["images"]
         if images is not None:
             # Rows have all their tiles in one tensor; a window has the tiles of its tokens.
@@ -432,10 +424,3 @@ class VLMInferenceWrapper(GPTInferenceWrapper):
             None, None, None, decoder_input=combined, inference_context=self.inference_context
         )
         return out
-
-    def _tiles(self, is_image: Tensor, num_tiles: Tensor | None) -> Tensor:
-        """Return the tiles at each token [b, s]: 0 at text, by default 1 at an image."""
-        tiles = is_image.long()
-        if num_tiles is not None:
-            tiles[is_image] = num_tiles.to(tiles.device, torch.int64).flatten()
-        return tiles
