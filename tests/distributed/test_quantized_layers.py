@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed import param_buffer
 from megatron.core.distributed.buffer_plan import plan_buffer
-from megatron.core.distributed.param_buffer import ParamBuffer
+from megatron.core.distributed.param_buffer import make_param_buckets
 from megatron.core.fusions.quantize import quantize
 from megatron.core.low_precision import E4M3
 from megatron.core.parallel.collectives import all_gather_single
@@ -108,8 +108,8 @@ def gather(rank: int, world_size: int) -> list[torch.dtype]:
     for param in params:
         set_info(param, ParamInfo(global_shape=(param.numel(),), gathered_as_codes=True))
     layout = plan_buffer(NUMELS, 200, param_alignment=64, bucket_multiple=2 * 128)
-    buffer = ParamBuffer(params, layout, group, one_rank())
-    assert len(buffer.buckets) == 2
+    buckets = make_param_buckets(params, layout, group, one_rank())
+    assert len(buckets) == 2
     moved: list[torch.dtype] = []
 
     def all_gather(out: Tensor, share: Tensor, **options: Any) -> Any:
@@ -121,20 +121,20 @@ def gather(rank: int, world_size: int) -> list[torch.dtype]:
         for (start, stop), param in zip(layout.spans, params, strict=True):
             whole = draw(stop - start, seed=start + step).bfloat16()
             want.append(quantize(whole.view(1, -1), E4M3).values(torch.bfloat16).view(-1))
-            for bucket in buffer.buckets:
+            for bucket in buckets:
                 bucket.prepare_update()
             with torch.no_grad():
                 param.copy_(whole)
         versions = [param._version for param in params]
-        for bucket in buffer.buckets:  # what other ranks own is old here
+        for bucket in buckets:  # what other ranks own is old here
             share = len(bucket.data) // world_size
             for other in range(world_size):
                 if other != rank:
                     bucket.data[other * share : (other + 1) * share] = 99.0
         with mock.patch.object(param_buffer, "all_gather_single", all_gather):
-            for bucket in buffer.buckets:
+            for bucket in buckets:
                 bucket.start()
-            for bucket in buffer.buckets:
+            for bucket in buckets:
                 bucket.finish()
                 assert all(
                     p.isnan().all() and p.untyped_storage().nbytes() == 2 for p in bucket.params

@@ -159,7 +159,7 @@ def parameters_of_a_buffer(
 def test_deferred_weight_gradients_are_added_without_counts_on_the_host(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AsyncHostCopy, "get_ints", lambda _: pytest.fail("the host waits"))
+    monkeypatch.setattr(AsyncHostCopy, "get_list", lambda _: pytest.fail("the host waits"))
     counts = LazyTokenCounts(torch.tensor([4, 0, 3, 2], device=where))
     weights, memory = parameters_of_a_buffer(4, torch.float32, where)
     for weight in weights:
@@ -288,7 +288,7 @@ def test_fp8_experts_are_those_of_a_loop(
         return grouped_linear(rows, groups, weights, quantizer)
 
     monkeypatch.setattr(device, "multiplies_fp8", lambda _: True)
-    monkeypatch.setattr(AsyncHostCopy, "get_ints", lambda _: pytest.fail("the host waits"))
+    monkeypatch.setattr(AsyncHostCopy, "get_list", lambda _: pytest.fail("the host waits"))
     recipe = RECIPES[name]
     build = partial(quantized_experts, recipe, where, count=len(counts))
     linears = build(has_main_grad=has_main_grad, dtype=torch.bfloat16)
@@ -317,7 +317,7 @@ def test_deferred_weight_gradients_of_fp8_experts_are_the_same(
         if frozen is not None:
             weights[frozen].requires_grad_(False)
         sizes = LazyTokenCounts(torch.tensor(counts, device=where))
-        monkeypatch.setattr(AsyncHostCopy, "get_ints", lambda _: pytest.fail("the host waits"))
+        monkeypatch.setattr(AsyncHostCopy, "get_list", lambda _: pytest.fail("the host waits"))
         rows = few_bits(where, sum(counts), NARROW, seed=1).requires_grad_()
         groups = RowGroups.on(rows.device, sizes)
         queue = WeightGradQueue()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from megatron.core import device
@@ -21,13 +23,8 @@ class AsyncHostCopy:
         device.wait_for(self._arrived)
         return self._here.item()
 
-    def get_floats(self) -> list[float]:
+    def get_list(self) -> list[Any]:
         """Return the values of a vector or a scalar; blocks until the copy is complete."""
         device.wait_for(self._arrived)
-        return [value.item() for value in self._here.view(-1)]
-
-    def get_ints(self) -> list[int]:
-        """Return the values of a vector of integers; blocks until the copy is complete."""
-        device.wait_for(self._arrived)
-        values: list[int] = self._here.tolist()
+        values: list[Any] = self._here.view(-1).tolist()
         return values

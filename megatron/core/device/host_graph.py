@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -24,8 +25,6 @@ from megatron.core.device import cpu_kernels
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _ALIGNMENT = 64  # bytes
-_CHUNK_BYTES = 1 << 22
-_BLOCKS = 4  # of the size that makes a new chunk necessary
 _EMPTY = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -37,74 +36,47 @@ _READS_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 class Arena:
     """Memory of the tensors that recorded passes make; all graphs of a model share it.
 
-    A block is free again when the last tensor on it is deleted.  So graphs overwrite each other's
-    tensors: a result is valid until the next replay of any of them.
+    A block, of a power of two of bytes, is free again when the last tensor on it is deleted.  So
+    graphs overwrite each other's tensors: a result is valid until the next replay of any of them.
     """
 
     def __init__(self) -> None:
-        self._chunks: list[_Chunk] = []
+        self.blocks: dict[int, Bytes] = {}  # by address
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # size -> addresses
 
     def empty(self, like: Tensor) -> Tensor:
         """Return a tensor with shape, strides and dtype of ``like`` on a block of its own."""
-        num_bytes = like.untyped_storage().nbytes()
-        size = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        for chunk in self._chunks:
-            if (block := chunk.take(size)) is not None:
-                break
-        else:
-            self._chunks.append(_Chunk(max(_BLOCKS * size, _CHUNK_BYTES)))
-            block = self._chunks[-1].take(size)
-            assert block is not None, "the chunk is new"
+        num_bytes = max(like.untyped_storage().nbytes(), _ALIGNMENT)
+        size = 1 << (num_bytes - 1).bit_length()
+        free = self._free[size]
+        if not free:
+            memory = np.empty(size + _ALIGNMENT, np.uint8)
+            memory = memory[-memory.ctypes.data % _ALIGNMENT :][:size]
+            self.blocks[memory.ctypes.data] = memory
+            free.append(memory.ctypes.data)
+        address = free.pop()
+        block = self.blocks[address][:]  # the tensor keeps this object alive
+        weakref.finalize(block, free.append, address).atexit = False
         return _shaped(block, like)
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is in this memory."""
-        return self._place(tensor) is not None
+        return tensor.untyped_storage().data_ptr() in self.blocks
 
     def unowned(self, tensor: Tensor) -> Tensor:
         """Return ``tensor``, without keeping its block in use if that is in this memory."""
-        place = self._place(tensor)
-        if place is None:
-            return tensor
-        return _shaped(place, tensor)
-
-    def _place(self, tensor: Tensor) -> Bytes | None:
-        """Return the memory from the storage of ``tensor`` on."""
-        start = tensor.untyped_storage().data_ptr()
-        for chunk in self._chunks:
-            if chunk.start <= start < chunk.start + len(chunk.memory):
-                return chunk.memory[start - chunk.start :]
-        return None
+        block = self.blocks.get(tensor.untyped_storage().data_ptr())
+        return tensor if block is None else _shaped(block, tensor)
 
 
-class _Chunk:
-    def __init__(self, num_bytes: int) -> None:
-        memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-        self.memory = memory[-memory.ctypes.data % _ALIGNMENT :][:num_bytes]
-        self.start = self.memory.ctypes.data
-        self._used: list[tuple[int, int]] = []  # [begin, end) of blocks, in order
-
-    def take(self, size: int) -> Bytes | None:
-        """Return a free block, None if there is none."""
-        begin = 0
-        for place, (next_begin, next_end) in enumerate([*self._used, (len(self.memory),) * 2]):
-            if next_begin - begin >= size:
-                taken = begin, begin + size
-                self._used.insert(place, taken)
-                block = self.memory[begin : begin + size]
-                weakref.finalize(block, self._used.remove, taken).atexit = False
-                return block
-            begin = next_end
-        return None
-
-
-class HostGraph:
+class HostGraph(TorchDispatchMode):
     """A pass that computes without looking at numbers on the host; see `refusal`.
 
     ``refusal``: why the recorded pass cannot be replayed, None if it can.
     """
 
     def __init__(self, arena: Arena) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.refusal: str | None = None
         self._arena = arena
         self._steps: list[Callable[[], object]] = []
@@ -114,7 +86,7 @@ class HostGraph:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record the pass of the context, which is computed as well."""
-        with cpu_kernels.recorded_by(self._note_kernel), _Operations(self):
+        with cpu_kernels.recorded_by(self._note_kernel), self:
             yield
 
     def replay(self) -> None:
@@ -133,8 +105,12 @@ class HostGraph:
         """Return the output of the pass, valid until the next replay of a graph of this memory."""
         return self._arena.unowned(tensor)
 
-    def note(self, operation: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
         """Record an operation of torch and return its result in the memory of the graph."""
+        kwargs = kwargs or {}
+        out = operation(*args, **kwargs)
         if operation in _EMPTY:
             return self._arena.empty(out)
         if operation.namespace not in ("aten", "mkldnn") or _READS_HOST & set(operation.tags):
@@ -142,8 +118,10 @@ class HostGraph:
             return out
         if operation.is_view or not _tensors(out):
             return out  # the same memory again, or a size
-        if operation is torch.ops.aten.add.Tensor and (total := _sum(self._arena, out, *args)):
-            return total[0]
+        if operation is torch.ops.aten.add.Tensor and not kwargs:
+            total = _sum(self._arena, out, *args)
+            if total is not None:
+                return total
         args, kwargs = tree_map_only(Tensor, self._arena.unowned, (args, kwargs))
         self._tape = None
         if operation._schema.is_mutable:
@@ -169,21 +147,7 @@ class HostGraph:
         self._kept += [t for t in tensors if t is not None and not self._arena.owns(t)]
 
 
-class _Operations(TorchDispatchMode):
-    """Passes every operation of torch on to a graph."""
-
-    def __init__(self, graph: HostGraph) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._graph = graph
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        kwargs = kwargs or {}
-        return self._graph.note(func, args, kwargs, func(*args, **kwargs))
-
-
-def _sum(arena: Arena, out: Tensor, a: Any, b: Any) -> tuple[Tensor] | None:
+def _sum(arena: Arena, out: Tensor, a: Any, b: Any) -> Tensor | None:
     """Add by a kernel, with the same bits, if there is one."""
     whole = all(isinstance(x, Tensor) and x.shape == out.shape for x in (a, b))
     if not (whole and out.is_contiguous() and a.is_contiguous() and b.is_contiguous()):
@@ -192,7 +156,7 @@ def _sum(arena: Arena, out: Tensor, a: Any, b: Any) -> tuple[Tensor] | None:
         return None
     total = arena.empty(out)
     cpu_kernels.run("add", [a, b, total], format=out.dtype, count=out.numel())
-    return (total,)
+    return total
 
 
 def _shaped(memory: Bytes, like: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ from megatron.core.distributed.grad_buffer import (
     take_over,
     takes_products,
 )
-from megatron.core.distributed.param_buffer import ParamBucket, ParamBuffer, ParamGather
+from megatron.core.distributed.param_buffer import ParamBucket, ParamGather, make_param_buckets
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of
@@ -83,7 +83,7 @@ class DistributedDataParallel(DataParallelBase):
         # Parameters whose gradients stay in param.grad.
         self.direct = [param for i, (_, param) in enumerate(params) if i not in buffered]
         self.grad_buffers: dict[BufferKey, GradBuffer] = {}
-        self.param_buffers: dict[BufferKey, ParamBuffer] = {}
+        self._param_buckets: list[ParamBucket] = []
         # Lives as long as the buffers: it owns the memory pool that they are allocated from.
         self._memory: AbstractContextManager[None] = nullcontext()
         if ddp_config.nccl_ub:
@@ -244,7 +244,7 @@ class DistributedDataParallel(DataParallelBase):
         self.grad_buffers[key] = GradBuffer(named, layout, key.grad_dtype, reduction)
         if self.ddp_config.use_distributed_optimizer:
             tp = groups.expt_tp if key.is_expert else groups.tp
-            self.param_buffers[key] = ParamBuffer([p for _, p in params], layout, group, tp)
+            self._param_buckets += make_param_buckets([p for _, p in params], layout, group, tp)
 
     def _group(self, is_expert: bool) -> ProcessGroup:
         """Return the ranks of one optimizer instance if sharded, else all data-parallel ranks."""
@@ -280,10 +280,9 @@ class DistributedDataParallel(DataParallelBase):
         A shared embedding comes first: the output layer uses it without calling its module, so no
         forward pre-hook of that module would wait for it.
         """
-        buckets = [b for buffer in self.param_buffers.values() for b in buffer.buckets]
         return ParamGather(
             sorted(
-                buckets,
+                self._param_buckets,
                 key=lambda b: (
                     not any(info_of(p).is_shared_embedding for p in b.params),
                     min(self._position[p] for p in b.params),

@@ -8,7 +8,7 @@ a loss per token, all-reduce the number of tokens over pp and then over dp_cp.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.params.param_info import info_of, local_part
+from megatron.core.params.param_info import ParamInfo, info_of, local_part
 
 
 def finalize_model_grads(
@@ -42,6 +42,22 @@ def finalize_model_grads(
             chunk.scale_gradients(1.0 / total.clamp(min=1))
 
 
+def _used_gradients(
+    model: Sequence[DataParallelBase], is_summed: Callable[[ParamInfo], bool]
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield the parameters whose gradients are summed, and the gradients.
+
+    Every rank must join the collective, also with a parameter it has not used: zeros.
+    """
+    for chunk in model:
+        for param, grad in chunk.reduced_gradients():
+            if is_summed(info_of(param)):
+                if grad is None:
+                    param.grad = torch.zeros_like(param)
+                    grad = local_part(param.grad)
+                yield param, grad
+
+
 def _sum_partial_gradients(
     model: Sequence[DataParallelBase], group: dist.ProcessGroup, is_expert: bool
 ) -> None:
@@ -51,15 +67,10 @@ def _sum_partial_gradients(
     or FSDP shards; for adapters of experts over expt_tp.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for chunk in model:
-        for param, grad in chunk.reduced_gradients():
-            info = info_of(param)
-            if info.sequence_parallel and info.is_expert == is_expert:
-                # Every rank must join the collective, also with a parameter it has not used.
-                if grad is None:
-                    param.grad = torch.zeros_like(param)
-                    grad = local_part(param.grad)
-                by_dtype.setdefault(grad.dtype, []).append(grad)
+    for _, grad in _used_gradients(
+        model, lambda info: info.sequence_parallel and info.is_expert == is_expert
+    ):
+        by_dtype.setdefault(grad.dtype, []).append(grad)
     for grads in by_dtype.values():
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(flat, group=group)
@@ -76,15 +87,9 @@ def sum_tied_gradients(model: Sequence[DataParallelBase], groups: ProcessGroupCo
     rows are split over equally many ranks (FSDP).
     """
     copies: dict[tuple[str, str], dict[nn.Parameter, Tensor]] = {}
-    for chunk in model:
-        for param, grad in chunk.reduced_gradients():
-            info = info_of(param)
-            if info.shared_over is not None:
-                if grad is None:
-                    param.grad = torch.zeros_like(param)
-                    grad = local_part(param.grad)
-                # Sorting these keys gives the collectives the same order on all stages.
-                copies.setdefault((info.shared_over, info.name), {})[param] = grad
+    for param, grad in _used_gradients(model, lambda info: info.shared_over is not None):
+        # Sorting these keys gives the collectives the same order on all stages.
+        copies.setdefault((str(info_of(param).shared_over), info_of(param).name), {})[param] = grad
     for (name, _), held in sorted(copies.items(), key=lambda item: item[0]):
         first, *others = held.values()
         for other in others:

@@ -64,23 +64,24 @@ class LossCheck:
         read, microbatch = self._last
         self._last = None
         value = read.get()
-        where = f" of micro-batch {microbatch}"
-        validate = self._machine.validate_result
+        validate = partial(
+            self._machine.validate_result, value, where=f" of micro-batch {microbatch}"
+        )
         if self._for_nan:
-            validate(value, math.isnan, f"found NaN in {_LOSS}", where=where)
-            validate(value, math.isinf, f"found Inf in {_LOSS}", where=where)
+            validate(math.isnan, f"found NaN in {_LOSS}")
+            validate(math.isinf, f"found Inf in {_LOSS}")
         if self._for_spikes:
-            is_spike = partial(
-                self._machine.is_unexpectedly_large, threshold=SPIKE_FACTOR, context="loss"
-            )
-            validate(value, is_spike, "Spiky loss", fatal=False, where=where)
+            is_large = self._machine.is_unexpectedly_large
+            is_spike = partial(is_large, threshold=SPIKE_FACTOR, context="loss")
+            validate(is_spike, "Spiky loss", fatal=False)
 
 
 class GradientCheck:
     """Check of this rank's gradients, before the reduction over data-parallel ranks.
 
     ``for_large``: also warn of a norm that is at least LARGE_GRADIENT_FACTOR times the largest of
-    the first ones.  Collects one value per bucket, a norm or else a sum, without blocking the host.
+    the first ones.  Collects one value per bucket, without blocking the host: its norm, or else the
+    sum of its buffer.
     """
 
     def __init__(self, *, for_nan: bool, for_large: bool) -> None:
@@ -92,8 +93,8 @@ class GradientCheck:
         if not grads or grads[0].is_meta:
             return None
         if not self.for_large:
-            sums = [grad.sum(dtype=torch.float32) for grad in grads]
-            return AsyncHostCopy(sums[0] if len(sums) == 1 else torch.stack(sums).sum())
+            (buffer,) = grads
+            return AsyncHostCopy(buffer.sum(dtype=torch.float32))
         norms = torch._foreach_norm(list(grads), 2, torch.float32)
         return AsyncHostCopy(torch.linalg.vector_norm(torch.stack(norms)))
 
@@ -121,9 +122,8 @@ class GradientCheck:
             is_large = partial(
                 machine.is_unexpectedly_large, threshold=LARGE_GRADIENT_FACTOR, context="grads"
             )
-            machine.validate_result(
-                value, is_large, f"found unexpected large grads in {where}", fatal=False
-            )
+            message = f"found unexpected large grads in {where}"
+            machine.validate_result(value, is_large, message, fatal=False)
 
 
 def non_finite_gradients(named_grads: Iterable[tuple[str, Tensor]]) -> str | None:
@@ -132,8 +132,5 @@ def non_finite_gradients(named_grads: Iterable[tuple[str, Tensor]]) -> str | Non
     if not names:
         return None
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"rank {_rank()} has a NaN or infinite gradient in {', '.join(names[:3])}{more}"
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return f"rank {rank} has a NaN or infinite gradient in {', '.join(names[:3])}{more}"

@@ -133,7 +133,9 @@ class CodesBucket(ParamBucket):
             )
         self._has_values = False
         if not self.keeps_values:
-            self._drop_values()
+            self._has_memory, self.data = False, self._no_value
+            for param in self.params:
+                param.data = self._no_value.expand(param.shape)
 
     def finish(self) -> None:
         super().finish()
@@ -154,45 +156,38 @@ class CodesBucket(ParamBucket):
             self.data[a:b] = codes[a:b].float() * scale
         self._has_values = True
 
-    def _drop_values(self) -> None:
-        self._has_memory, self.data = False, self._no_value
-        for param in self.params:
-            param.data = self._no_value.expand(param.shape)
 
-
-class ParamBuffer:
-    """One tensor with the values of ``params``, split into ``buckets``; padding is zero.
+@torch.no_grad()
+def make_param_buckets(
+    params: Sequence[nn.Parameter],
+    layout: BufferLayout,
+    group: ProcessGroup,
+    weight_group: ProcessGroup,
+) -> list[ParamBucket]:
+    """Move the values of ``params`` into one tensor, split into buckets; padding is zero.
 
     A `CodesBucket` has a tensor of its own, so that its values can be freed separately.
     ``weight_group``: the tensor-parallel ranks that hold the other shards of such a weight.
     """
-
-    @torch.no_grad()
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        layout: BufferLayout,
-        group: ProcessGroup,
-        weight_group: ProcessGroup,
-    ) -> None:
-        first = params[0]
-        zeros = partial(torch.zeros, dtype=first.dtype, device=first.device)
-        is_codes = info_of(first).gathered_as_codes
-        whole = None if is_codes else zeros(layout.numel)
-        self.buckets: list[ParamBucket] = []
-        for bucket in layout.buckets:
-            start, stop = bucket.start, bucket.stop
-            data = zeros(stop - start) if whole is None else whole[start:stop]
-            held = [params[i] for i in bucket.params]
-            spans = [(a - start, b - start) for a, b in (layout.spans[i] for i in bucket.params)]
-            for param, (a, b) in zip(held, spans, strict=True):
-                place = data[a:b].view(param.shape)
-                place.copy_(param)
-                param.data = place
-            if is_codes:
-                self.buckets.append(CodesBucket(data, held, group, spans, weight_group))
-            else:
-                self.buckets.append(ParamBucket(data, held, group))
+    first = params[0]
+    zeros = partial(torch.zeros, dtype=first.dtype, device=first.device)
+    is_codes = info_of(first).gathered_as_codes
+    whole = None if is_codes else zeros(layout.numel)
+    buckets: list[ParamBucket] = []
+    for bucket in layout.buckets:
+        start, stop = bucket.start, bucket.stop
+        data = zeros(stop - start) if whole is None else whole[start:stop]
+        held = [params[i] for i in bucket.params]
+        spans = [(a - start, b - start) for a, b in (layout.spans[i] for i in bucket.params)]
+        for param, (a, b) in zip(held, spans, strict=True):
+            place = data[a:b].view(param.shape)
+            place.copy_(param)
+            param.data = place
+        if is_codes:
+            buckets.append(CodesBucket(data, held, group, spans, weight_group))
+        else:
+            buckets.append(ParamBucket(data, held, group))
+    return buckets
 
 
 class ParamGather:

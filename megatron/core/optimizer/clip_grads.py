@@ -59,7 +59,12 @@ def squared_norm(
     Collective over the model's ranks.  The result is not finite if any value on any rank is not,
     even in a copy that does not count.
     """
-    dense, expert, elsewhere = _sorted_by_counting(tensors, groups)
+    dense: list[Tensor] = []
+    expert: list[Tensor] = []
+    elsewhere: list[Tensor] = []
+    for info, tensor in tensors:
+        kind = expert if info.is_expert else dense
+        (kind if counts_here(info, groups) else elsewhere).append(tensor)
     squares = torch.stack([sum_of_squares(dense), sum_of_squares(expert)])
     if elsewhere:
         # 0 * inf and 0 * NaN are NaN: this adds nothing unless a copy that does not count is
@@ -162,32 +167,13 @@ def _norms_of_blocks(tensor: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return [torch.linalg.vector_norm(r, dim=1) for r in rows]
 
 
-def _sorted_by_counting(
-    tensors: Iterable[tuple[ParamInfo, Tensor]], groups: ProcessGroupCollection
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Split tensors into (dense, expert, not counted): this rank counts those of the first two."""
-    dense: list[Tensor] = []
-    expert: list[Tensor] = []
-    elsewhere: list[Tensor] = []
-    for info, tensor in tensors:
-        if not counts_here(info, groups):
-            elsewhere.append(tensor)
-        else:
-            (expert if info.is_expert else dense).append(tensor)
-    return dense, expert, elsewhere
-
-
 def _sum_over_model(pair: Tensor, groups: ProcessGroupCollection, is_sharded: bool) -> Tensor:
     """Sum a pair (dense, expert) over the ranks that hold the model.  Collective."""
-    dense_group = groups.intra_dist_opt if is_sharded else groups.mp
-    expert_group = groups.intra_dist_opt if is_sharded else groups.tp_ep_pp
-    if dense_group is expert_group:
-        if dense_group.size() > 1:
-            dist.all_reduce(pair, group=dense_group)
-        return pair.sum()
-    dense, expert = pair[0].clone(), pair[1].clone()
-    if dense_group.size() > 1:
-        dist.all_reduce(dense, group=dense_group)
-    if expert_group.size() > 1:
-        dist.all_reduce(expert, group=expert_group)
-    return dense + expert
+    if is_sharded or groups.mp is groups.tp_ep_pp:
+        parts = [(pair, groups.intra_dist_opt if is_sharded else groups.mp)]
+    else:
+        parts = [(pair[:1].clone(), groups.mp), (pair[1:].clone(), groups.tp_ep_pp)]
+    for part, group in parts:
+        if group.size() > 1:
+            dist.all_reduce(part, group=group)
+    return torch.cat([part for part, _ in parts]).sum()

@@ -94,31 +94,29 @@ def make_param_groups(
     selects.  The group of --decoupled-lr has its own ``max_lr`` and ``min_lr``.
     """
     is_free_of_decay = no_weight_decay_cond or no_weight_decay_on_vectors
-    groups: dict[tuple[float | bool, ...], ParamGroup] = {}
+    groups: dict[tuple[object, ...], ParamGroup] = {}
     for name, param in trainable_parameters(model_chunks):
         info = info_of(param)
         wd_mult = 0.0 if is_free_of_decay(name, param) else 1.0
         own_lr_mult = lr_mult if scale_lr_cond is not None and scale_lr_cond(name, param) else 1.0
         is_decoupled = config.decoupled_lr is not None and info.is_embedding_or_output
-        goes_to_muon = config.has_muon and is_matrix(name, param)
-        key = (wd_mult, own_lr_mult, info.is_expert, is_decoupled, goes_to_muon)
-        if key not in groups:
-            # Without a scheduler the peak learning rate applies from the first step.
-            peak = (config.decoupled_lr if is_decoupled else config.lr) or 0.0
-            groups[key] = {
-                "params": [],
-                "wd_mult": wd_mult,
-                "lr_mult": own_lr_mult,
-                "is_expert_parallel": info.is_expert,
-                "is_decoupled_lr": is_decoupled,
-                "lr": peak * own_lr_mult,
-                "weight_decay": config.weight_decay * wd_mult,
-            }
-            if config.has_muon:
-                groups[key]["is_matrix"] = goes_to_muon
-            if is_decoupled:
-                floor = config.decoupled_min_lr
-                groups[key]["max_lr"] = peak
-                groups[key]["min_lr"] = config.min_lr if floor is None else floor
-        groups[key]["params"].append(param)
+        # Without a scheduler the peak learning rate applies from the first step.
+        peak = (config.decoupled_lr if is_decoupled else config.lr) or 0.0
+        group: ParamGroup = {
+            "params": [],
+            "wd_mult": wd_mult,
+            "lr_mult": own_lr_mult,
+            "is_expert_parallel": info.is_expert,
+            "is_decoupled_lr": is_decoupled,
+            "lr": peak * own_lr_mult,
+            "weight_decay": config.weight_decay * wd_mult,
+        }
+        if config.has_muon:
+            group["is_matrix"] = is_matrix(name, param)
+        if is_decoupled:
+            floor = config.decoupled_min_lr
+            group["max_lr"] = peak
+            group["min_lr"] = config.min_lr if floor is None else floor
+        _, *settings = group.values()
+        groups.setdefault(tuple(settings), group)["params"].append(param)
     return list(groups.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -148,10 +148,7 @@ def register_optimizer(name: str, rule: type[UpdateRule]) -> None:
 
 def update_rule(name: str) -> type[UpdateRule]:
     """Return the rule that --optimizer ``name`` selects.  Raises ConfigError if unknown."""
-    rule = OPTIMIZERS.find(name)
-    assert isinstance(rule, type), "register_optimizer() has checked it"
-    assert issubclass(rule, UpdateRule), "register_optimizer() has checked it"
-    return rule
+    return cast(type[UpdateRule], OPTIMIZERS.find(name))  # `register_optimizer` has checked it
 
 
 class AdamW(UpdateRule):
@@ -164,11 +161,6 @@ class AdamW(UpdateRule):
         }
         super().__init__([{**own, **group} for group in groups], config)
         self.skips_on_device = type(self) is AdamW  # a derived class may have another `update`
-        self._corrections: dict[tuple[Any, ...], Tensor] = {}  # of this step
-
-    def begin_step(self, accepted: Tensor | None = None) -> None:
-        super().begin_step(accepted)
-        self._corrections = {}
 
     def new_state(self, param: nn.Parameter) -> State:
         return {
@@ -219,13 +211,10 @@ class AdamW(UpdateRule):
 
     def _step_of(self, group: ParamGroup, divisor: Tensor | None, where: torch.device) -> Step:
         number, (beta1, beta2) = self._steps[where], group["betas"]
-        key = where, beta1, beta2
-        if key not in self._corrections:
-            both = torch.stack([1 - beta1 ** number.double(), 1 - beta2 ** number.double()])
-            self._corrections[key] = both.float()
+        corrections = torch.stack([1 - beta ** number.double() for beta in (beta1, beta2)])
         return Step(
             number=number,
-            corrections=self._corrections[key],
+            corrections=corrections.float(),
             divisor=torch.ones((), device=where) if divisor is None else divisor,
             accepted=self._accepted,
             lr=group["lr"],

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ _is_compiling = torch.compiler.is_compiling
 _SUM = dist.ReduceOp.SUM
 
 
-def _new_gather_options(async_op: bool) -> AllgatherOptions:
+def _gather_options(async_op: bool) -> AllgatherOptions:
     options = AllgatherOptions()
     options.asyncOp = async_op
     return options
@@ -46,42 +46,21 @@ def _scatter_options(op: _Operation, async_op: bool) -> dist.ReduceScatterOption
 
 
 # By ``async_op``: backends only read them.
-_gather_options = {is_async: _new_gather_options(is_async) for is_async in (False, True)}
-_sum_options = {is_async: _scatter_options(_SUM, is_async) for is_async in (False, True)}
+_GATHER = {is_async: _gather_options(is_async) for is_async in (False, True)}
+_SCATTER = {is_async: _scatter_options(_SUM, is_async) for is_async in (False, True)}
 
 
-@overload
-def all_gather_single(
-    output: Tensor, input: Tensor, /, *, group: ProcessGroup, async_op: Literal[True]
-) -> dist.Work: ...
-@overload
-def all_gather_single(output: Tensor, input: Tensor, /, *, group: ProcessGroup) -> None: ...
 def all_gather_single(
     output: Tensor, input: Tensor, /, *, group: ProcessGroup, async_op: bool = False
-) -> dist.Work | None:
-    """Concatenate ``input`` of every rank in ``output``; return the work if ``async_op``."""
+) -> dist.Work:
+    """Concatenate ``input`` of every rank in ``output``; the caller waits if ``async_op``."""
     if _is_compiling():  # torch.compile knows torch's function
-        work: dist.Work | None = _gather_in_torch(output, input, group=group, async_op=async_op)
+        work: dist.Work = _gather_in_torch(output, input, group=group, async_op=async_op)
         return work
-    options = _gather_options[async_op]
     method = group.all_gather_single if _IS_NEW else group._allgather_base
-    return _begun(method(output, input, options), async_op)
+    return _begun(method(output, input, _GATHER[async_op]), async_op)
 
 
-@overload
-def reduce_scatter_single(
-    output: Tensor,
-    input: Tensor,
-    /,
-    *,
-    op: _Operation = ...,
-    group: ProcessGroup,
-    async_op: Literal[True],
-) -> dist.Work: ...
-@overload
-def reduce_scatter_single(
-    output: Tensor, input: Tensor, /, *, op: _Operation = ..., group: ProcessGroup
-) -> None: ...
 def reduce_scatter_single(
     output: Tensor,
     input: Tensor,
@@ -90,21 +69,20 @@ def reduce_scatter_single(
     op: _Operation = _SUM,
     group: ProcessGroup,
     async_op: bool = False,
-) -> dist.Work | None:
-    """Reduce ``input`` and keep this rank's part; return the work if ``async_op``."""
+) -> dist.Work:
+    """Reduce ``input`` and keep this rank's part; the caller waits if ``async_op``."""
     if _is_compiling():
-        return _scatter_in_torch(output, input, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
-    options = _sum_options[async_op] if op is _SUM else _scatter_options(op, async_op)
+        work: dist.Work = _scatter_in_torch(output, input, op=op, group=group, async_op=async_op)
+        return work
+    options = _SCATTER[async_op] if op is _SUM else _scatter_options(op, async_op)
     method = group.reduce_scatter_single if _IS_NEW else group._reduce_scatter_base
     return _begun(method(output, input, options), async_op)
 
 
-def _begun(work: dist.Work | None, async_op: bool) -> dist.Work | None:
-    if async_op:
-        return work
-    if work is not None:  # some backends do not wait themselves
+def _begun(work: dist.Work, async_op: bool) -> dist.Work:
+    if not async_op and work is not None:  # some backends do not wait themselves
         work.wait()
-    return None
+    return work
 
 
 def wait_for_ranks(group: ProcessGroup | None = None) -> None:

@@ -256,54 +256,43 @@ def create_process_groups(
             f"{num_distributed_optimizer_instances} instances of the distributed optimizer would "
             "hold other ranks for the dense than for the expert layers: use one"
         )
-    members: dict[tuple[tuple[int, ...], CommunicatorSettings | None], ProcessGroup] = {}
+    pipelines, contexts = dense.groups("pp"), dense.groups("cp")
+    inner, outer = context_levels or (1, len(contexts[0]))
+    if inner * outer != len(contexts[0]):
+        raise ValueError(f"{inner} x {outer} context-parallel ranks are not {len(contexts[0])}")
+    every: dict[str, Iterable[Sequence[int]]] = {
+        **{name: dense.groups(*name.split("_")) for name in _DENSE},
+        "cp_inner": [c[i : i + inner] for c in contexts for i in range(0, len(c), inner)],
+        "cp_outer": [c[i::inner] for c in contexts for i in range(inner)],
+        "mp": dense.groups("tp", "pp"),
+        "ep": expert.groups("ep"),
+        "expt_tp": expert.groups("tp"),
+        "tp_ep": expert.groups("tp", "ep"),
+        "tp_ep_pp": expert.groups("tp", "ep", "pp"),
+        "expt_dp": expert.groups("dp", "cp"),
+        "intra_dp_cp": chain.from_iterable(shards),
+        "intra_expt_dp": chain.from_iterable(expert_shards),
+        "inter_dist_opt": [ranks for blocks in shards for ranks in zip(*blocks, strict=True)],
+        "intra_dist_opt": instances,
+        "embd": _together(pipelines, {0, encoder_stages, len(pipelines[0]) - 1}),
+        "pos_embd": _together(pipelines, {0, encoder_stages}),
+        "stack": [
+            half for p in pipelines for half in (p[:encoder_stages], p[encoder_stages:]) if half
+        ],
+        "world": dense.groups(*dense.sizes),
+    }
     me = dist.get_rank()
-
-    def mine_of(name: str, groups: Iterable[Sequence[int]]) -> ProcessGroup:
-        found = None
+    mine: dict[str, ProcessGroup] = {}
+    members: dict[tuple[tuple[int, ...], CommunicatorSettings | None], ProcessGroup] = {}
+    for name, groups in every.items():
         for ranks in map(tuple, groups):
             key = ranks, communicators.settings_of(name)
             if key not in members and (me in ranks or not only_mine):
                 members[key] = communicators.create(ranks, name)
             if me in ranks:
-                found = members[key]
-        assert found is not None, f"rank {me} is outside the grid {dense.sizes}"
-        return found
-
-    def mine(grid: RankGrid, *axes: str) -> ProcessGroup:
-        expert_axes = "expt_" if grid is expert and "ep" not in axes else ""
-        return mine_of(expert_axes + "_".join(axes), grid.groups(*axes))
-
-    pipelines, contexts = dense.groups("pp"), dense.groups("cp")
-    inner, outer = context_levels or (1, len(contexts[0]))
-    if inner * outer != len(contexts[0]):
-        raise ValueError(f"{inner} x {outer} context-parallel ranks are not {len(contexts[0])}")
-
-    return ProcessGroupCollection(
-        **{name: mine(dense, *name.split("_")) for name in _DENSE},
-        cp_inner=mine_of(
-            "cp_inner", (c[i : i + inner] for c in contexts for i in range(0, len(c), inner))
-        ),
-        cp_outer=mine_of("cp_outer", (c[i::inner] for c in contexts for i in range(inner))),
-        mp=mine(dense, "tp", "pp"),
-        ep=mine(expert, "ep"),
-        expt_tp=mine(expert, "tp"),
-        tp_ep=mine(expert, "tp", "ep"),
-        tp_ep_pp=mine(expert, "tp", "ep", "pp"),
-        expt_dp=mine_of("expt_dp", expert.groups("dp", "cp")),
-        intra_dp_cp=mine_of("intra_dp_cp", chain.from_iterable(shards)),
-        intra_expt_dp=mine_of("intra_expt_dp", chain.from_iterable(expert_shards)),
-        inter_dist_opt=mine_of(
-            "inter_dist_opt", chain.from_iterable(zip(*blocks, strict=True) for blocks in shards)
-        ),
-        intra_dist_opt=mine_of("intra_dist_opt", instances),
-        embd=mine_of("embd", _together(pipelines, {0, encoder_stages, len(pipelines[0]) - 1})),
-        pos_embd=mine_of("pos_embd", _together(pipelines, {0, encoder_stages})),
-        stack=mine_of("stack", _halves(pipelines, encoder_stages)),
-        world=mine(dense, *dense.sizes),
-        dense_grid=dense,
-        expert_grid=expert,
-    )
+                mine[name] = members[key]
+        assert name in mine, f"rank {me} is outside the grid {dense.sizes}"
+    return ProcessGroupCollection(**mine, dense_grid=dense, expert_grid=expert)
 
 
 def optimizer_shards(grid: RankGrid, num_instances: int) -> list[list[list[int]]]:
@@ -334,8 +323,3 @@ def _together(pipelines: Sequence[Sequence[int]], stages: Set[int]) -> Iterator[
     for pipeline in pipelines:
         yield [rank for stage, rank in enumerate(pipeline) if stage in stages]
         yield from ([rank] for stage, rank in enumerate(pipeline) if stage not in stages)
-
-
-def _halves(pipelines: Sequence[Sequence[int]], first: int) -> Iterator[Sequence[int]]:
-    """Yield, for each pipeline, a group of its ``first`` stages and a group of the others."""
-    yield from (half for p in pipelines for half in (p[:first], p[first:]) if half)

@@ -177,30 +177,17 @@ def flat_boxes(
     >>> list(flat_boxes((3, 4), 2, 9))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
-    if start >= stop:
-        return
-    if not shape:
+    if not shape and start < stop:
         yield (), ()
         return
-    row = prod(shape[1:])
-    first_whole, end_whole = -(-start // row), stop // row
-
-    def part_of_row(
-        r: int, begin: int, end: int
-    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        for offset, box in flat_boxes(shape[1:], begin - r * row, end - r * row):
-            yield (r, *offset), (1, *box)
-
-    if first_whole > end_whole:  # begins and ends inside one row
-        yield from part_of_row(end_whole, start, stop)
-        return
-    if start < first_whole * row:
-        yield from part_of_row(first_whole - 1, start, first_whole * row)
-    if first_whole < end_whole:
-        offset = (first_whole, *(0 for _ in shape[1:]))
-        yield offset, (end_whole - first_whole, *shape[1:])
-    if stop > end_whole * row:
-        yield from part_of_row(end_whole, end_whole * row, stop)
+    lengths = [prod(shape[dim + 1 :]) for dim in range(len(shape))]  # of one index, in elements
+    while start < stop:
+        # The outermost dimension along which the rest begins with complete indices.
+        dim = next(d for d, n in enumerate(lengths) if start % n == 0 and n <= stop - start)
+        offset = tuple(start // n % size for n, size in zip(lengths, shape, strict=True))
+        count = min((stop - start) // lengths[dim], shape[dim] - offset[dim])
+        yield offset, (*(1 for _ in range(dim)), count, *shape[dim + 1 :])
+        start += count * lengths[dim]
 
 
 def _joined(slices: Iterable[tuple[slice, slice]]) -> Iterator[tuple[slice, slice]]:

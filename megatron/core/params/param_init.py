@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +93,7 @@ def initialize_parameters(model: nn.Module, seed: int | None, *, random: bool = 
     """
     seed = torch.initial_seed() if seed is None else seed
     # A subclass may add parameters after its base class has filled its own.
-    filled = seed, sum(1 for _ in model.parameters())
+    filled = seed, len(list(model.parameters()))
     if model.__dict__.get(_SEED_ATTRIBUTE) == filled:
         return
     complete = True
@@ -193,30 +194,20 @@ def _xavier(u: Tensor, info: ParamInfo) -> Tensor:
     return u.mul_(2 * bound).sub_(bound)
 
 
-def _uniform(u: Tensor, info: ParamInfo) -> Tensor:
-    """Map u in (0, 1) to the uniform distribution between -``init_std`` and ``init_std``."""
-    return u.mul_(2 * info.init_std).sub_(info.init_std)
-
-
-def _mamba_decay(u: Tensor, info: ParamInfo) -> Tensor:
-    """Map u in (0, 1) to A_log of a Mamba layer: the logarithm of a decay rate from 1 to 16."""
-    return u.mul_(15).add_(1).log_()
-
-
 def _mamba_step(u: Tensor, info: ParamInfo) -> Tensor:
-    """Map u in (0, 1) to dt_bias of a Mamba layer.
-
-    softplus of the result is a step size between 0.001 and 0.1, uniform in its logarithm.
-    """
     step = u.mul_(math.log(100)).add_(math.log(0.001)).exp_()
     return step + torch.log(-torch.expm1(-step))
 
 
 # Initialization kind -> function from uniform variates in (0, 1) to initial values.
-_QUANTILES = {
+_QUANTILES: dict[str, Callable[[Tensor, ParamInfo], Tensor]] = {
     "xavier_uniform": _xavier,
-    "uniform": _uniform,
-    "mamba_decay": _mamba_decay,
+    # Between -init_std and init_std.
+    "uniform": lambda u, info: u.mul_(2 * info.init_std).sub_(info.init_std),
+    # A_log of a Mamba layer: the logarithm of a decay rate from 1 to 16.
+    "mamba_decay": lambda u, _: u.mul_(15).add_(1).log_(),
+    # dt_bias of a Mamba layer: its softplus is a step size between 0.001 and 0.1, uniform in its
+    # logarithm.
     "mamba_step": _mamba_step,
 }
 

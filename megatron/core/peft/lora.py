@@ -30,7 +30,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +38,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.params.param_info import ParamInfo, info_of
-from megatron.core.params.param_init import Init, new_parameter
+from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.tensor_parallel.frozen_weight import FrozenWeight, StoredFormat, stored
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -80,7 +79,7 @@ _OF_PEFT: Mapping[str, Mapping[str, str]] = {
 }
 _EXPERT = re.compile(r"\.local_experts\.\d+\.")
 _MODULES_OF_PEFT = {"self_attn": "self_attention", "model": "decoder"}
-_SHARDED = (ColumnParallelLinear, RowParallelLinear)
+_EMBEDDING = "embedding.word_embeddings"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +141,17 @@ def check_targets(
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
     """Yield global name, layer and parts of each layer that can have an adapter."""
-    for local_name, module in model.named_modules():
-        if isinstance(module, Linear | VocabParallelEmbedding) and not _is_new(module):
-            yield _global_name(module, local_name), module, tuple(rows_of_parts(module))
-
-
-def _is_new(layer: nn.Module) -> bool:
-    return any(info_of(param).is_new for param in layer.parameters(recurse=False))
+    for name, module in model.named_modules():
+        if not isinstance(module, Linear | VocabParallelEmbedding):
+            continue
+        if any(info_of(param).is_new for param in module.parameters(recurse=False)):
+            continue
+        if module.weight is not None:
+            own = info_of(module.weight).name.removesuffix(".weight")
+            # The output layer may have the weight of the embedding.
+            is_tied = isinstance(module, ColumnParallelLinear) and own == _EMBEDDING
+            name = name if is_tied else own or name
+        yield name, module, tuple(rows_of_parts(module))
 
 
 def is_of_adapter(name: str) -> bool:
@@ -213,40 +216,47 @@ class LinearAdapter(nn.Module):
                 "--lora-rank: layers of Transformer Engine take no adapters; use "
                 "--transformer-impl local"
             )
-        self.config = config
-        self.rows = rows_of_parts(layer)
-        self.parts = tuple(parts)
-        shape = _shape_of(layer)
-        self.num_groups = shape.local_rows // max(1, sum(self.rows.values()))
-        self.group = shape.group
-        self.is_sequence_sharded = shape.is_sequence_sharded
-        self.is_row = shape.info.shard_dim == 1
-        self.forks_for_tokens = shape.forks_for_tokens
-        self.dtype = shape.dtype
-        columns = shape.info.global_shape[1]
+        self.config, self.parts, self.rows = config, tuple(parts), rows_of_parts(layer)
+        if layer.weight is None:  # the output layer of a tied embedding
+            assert isinstance(layer, ColumnParallelLinear)
+            tp, shape = layer.tp_group, (layer.true_output_size, layer.input_size)
+            info, dtype = param_info_for(shape, over=tp), layer.dtype
+            num_rows, num_columns = layer.output_size // tp.size(), layer.input_size
+        else:
+            info, dtype = info_of(layer.weight), layer.weight.dtype
+            num_rows, num_columns = layer.weight.shape
+        self.num_groups = num_rows // max(1, sum(self.rows.values()))
+        self.group: ProcessGroup | None = None  # over which the gradient of A x is summed
+        self.is_sequence_sharded = False  # A x is all-gathered over the group
+        # Whether tensor-parallel ranks have different tokens, for dropout.
+        self.forks_for_tokens = info.sequence_parallel
+        self.is_row = isinstance(layer, RowParallelLinear)
+        info_of_a = info_of_b = _plain(info)
+        is_sharded, columns = info.shard_count > 1, info.global_shape[1]
+        if isinstance(layer, ColumnParallelLinear):
+            self.group = layer.grad_group
+            is_split = self.is_sequence_sharded = layer.sequence_parallel
+            self.forks_for_tokens = is_split or (info.is_expert and not is_sharded)
+            is_partial = is_sharded and (is_split or self.group is None)
+            info_of_a = _unsharded(info, is_partial=is_partial)
+        elif self.is_row:
+            info_of_b = _unsharded(info, is_partial=is_sharded)
+        rank = config.rank
         for part in self.parts:
-            a = replace(
-                shape.info_of_a,
-                global_shape=(config.rank, columns),
-                init="uniform",
-                init_std=columns**-0.5,
+            of_a = replace(
+                info_of_a, global_shape=(rank, columns), init="uniform", init_std=columns**-0.5
             )
-            self._add("a", part, name, (config.rank, shape.local_columns), a)
-            rows = shape.local_rows
-            b = shape.info_of_b
+            rows, of_b = num_rows, info_of_b
             if part != WHOLE:
                 rows = self.rows[part] * self.num_groups
-                b = replace(b, blocks=(1,), global_shape=(rows * b.shard_count, config.rank))
-            whole = b.global_shape[0], config.rank
-            b = replace(b, global_shape=whole, init=START.kind, init_std=START.std)
-            self._add("b", part, name, (rows, config.rank), b)
-
-    def _add(
-        self, matrix: str, part: str, layer: str, shape: tuple[int, int], info: ParamInfo
-    ) -> None:
-        own = f"{part}_{matrix}" if part else matrix
-        info = replace(info, name=f"{layer}{_INSIDE}{own}")
-        self.register_parameter(own, new_parameter(shape, self.dtype, info))
+                of_b = replace(of_b, blocks=(1,), global_shape=(rows * of_b.shard_count, columns))
+            of_b = replace(
+                of_b, global_shape=(of_b.global_shape[0], rank), init=START.kind, init_std=START.std
+            )
+            for own, shape, record in (("a", (rank, num_columns), of_a), ("b", (rows, rank), of_b)):
+                own = f"{part}_{own}" if part else own
+                record = replace(record, name=f"{name}{_INSIDE}{own}")
+                self.register_parameter(own, new_parameter(shape, dtype, record))
 
     def matrices(self, matrix: str) -> list[Tensor]:
         """Return ``matrix`` ("a" or "b") of each part."""
@@ -283,11 +293,10 @@ class LinearAdapter(nn.Module):
         if not self.training or p == 0:
             return x
         # Ranks with the same values drop the same of them, other ranks others.
-        stream = (
-            fork_if(True)
-            if self.is_row
-            else fork_for_tokens(True, is_sequence_sharded=self.forks_for_tokens)
-        )
+        if self.is_row:
+            stream = fork_if(True)
+        else:
+            stream = fork_for_tokens(True, is_sequence_sharded=self.forks_for_tokens)
         with stream:
             return F.dropout(x, p)
 
@@ -329,57 +338,6 @@ class EmbeddingAdapter(nn.Module):
         return self.a @ self.b.t() * self.config.scale
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shape:
-    """What an adapter needs to know of its layer."""
-
-    info: ParamInfo  # describes the weight
-    info_of_a: ParamInfo
-    info_of_b: ParamInfo
-    local_rows: int
-    local_columns: int
-    dtype: torch.dtype
-    group: ProcessGroup | None = None  # over which the gradient of A x is summed
-    is_sequence_sharded: bool = False  # A x is all-gathered over the group
-    forks_for_tokens: bool = False  # tensor-parallel ranks have different tokens, for dropout
-
-
-def _shape_of(layer: Linear) -> _Shape:
-    weight = layer.weight
-    if weight is None:  # the output layer of a tied embedding
-        assert isinstance(layer, ColumnParallelLinear)
-        tp = layer.tp_group
-        info = ParamInfo(
-            global_shape=(layer.true_output_size, layer.input_size),
-            shard_dim=0,
-            shard_index=tp.rank(),
-            shard_count=tp.size(),
-        )
-        rows = layer.output_size // tp.size()
-        columns = layer.input_size
-        dtype = layer.dtype
-    else:
-        info = info_of(weight)
-        rows, columns = weight.shape
-        dtype = weight.dtype
-    plain = _plain(info)
-    shape = partial(_Shape, info=info, local_rows=rows, local_columns=columns, dtype=dtype)
-    if isinstance(layer, ColumnParallelLinear):
-        group = layer.grad_group
-        is_partial = info.shard_count > 1 and (layer.sequence_parallel or group is None)
-        return shape(
-            info_of_a=_unsharded(info, is_partial=is_partial),
-            info_of_b=plain,
-            group=group,
-            is_sequence_sharded=layer.sequence_parallel,
-            forks_for_tokens=layer.sequence_parallel or (info.is_expert and info.shard_count == 1),
-        )
-    if isinstance(layer, RowParallelLinear):
-        is_partial = info.shard_count > 1
-        return shape(info_of_a=plain, info_of_b=_unsharded(info, is_partial=is_partial))
-    return shape(info_of_a=plain, info_of_b=plain, forks_for_tokens=info.sequence_parallel)
-
-
 def _plain(info: ParamInfo) -> ParamInfo:
     """Return the sharding of ``info`` without the properties of the layer's weight alone."""
     return replace(
@@ -403,14 +361,6 @@ def _unsharded(info: ParamInfo, *, is_partial: bool) -> ParamInfo:
         blocks=(1,),
         sequence_parallel=is_partial,
     )
-
-
-def _global_name(layer: nn.Module, local_name: str) -> str:
-    weight = getattr(layer, "weight", None)
-    name = info_of(weight).name if isinstance(weight, Tensor) else ""
-    tied = "embedding.word_embeddings" if isinstance(layer, ColumnParallelLinear) else None
-    own = name.removesuffix(".weight")
-    return local_name if not own or own == tied else own
 
 
 def targeted_parts(target: str, module: str, parts: Sequence[str]) -> tuple[str, ...]:
@@ -461,14 +411,10 @@ def store_base(chunks: Sequence[nn.Module], format: StoredFormat) -> None:
     """
     for chunk in chunks:
         for name, layer in chunk.named_modules():
-            if (
-                not isinstance(layer, Linear)
-                or layer.weight is None
-                or name.endswith("output_layer")
-            ):
+            weight = layer.weight if isinstance(layer, Linear) else None
+            if weight is None or name.endswith("output_layer"):
                 continue
-            weight = layer.weight
-            group = layer.tp_group if isinstance(layer, _SHARDED) else None
+            group = getattr(layer, "tp_group", None)
             try:
                 layer.quantizer = FrozenWeight(stored(weight, format, group))
             except ValueError as error:

@@ -10,7 +10,8 @@ Order of communication: each TransferBatch of a rank in the order of its plan, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,10 +79,15 @@ class Mailbox:
                 f"{transfer.kind} of microbatch {transfer.microbatch}"
                 for transfer in (*batch.sends, *batch.receives)
             )
+            peers = [t.target for t in batch.sends], [t.source for t in batch.receives]
+            ends: list[tuple[Any, Tensor, int]]
+            ends = [(dist.isend, *end) for end in zip(sent, peers[0], strict=True)]
+            ends += [(dist.irecv, *end) for end in zip(received, peers[1], strict=True)]
+            location, group = self.placement.location, self.pp_group
             works = dist.batch_isend_irecv(
                 [
-                    *self._operations(dist.isend, sent, (t.target for t in batch.sends)),
-                    *self._operations(dist.irecv, received, (t.source for t in batch.receives)),
+                    dist.P2POp(operation, tensor, group=group, group_peer=location(stage)[0])
+                    for operation, tensor, stage in ends
                 ]
             )
             if len(works) == 1:  # NCCL returns one request for the whole batch
@@ -109,16 +115,6 @@ class Mailbox:
 
     def _shape(self, transfer: Transfer) -> tuple[int, ...]:
         return tuple(self.shapes[min(transfer.source, transfer.target)])
-
-    def _operations(
-        self, operation: Callable[..., object], tensors: Iterable[Tensor], stages: Iterable[int]
-    ) -> list[dist.P2POp]:
-        return [
-            dist.P2POp(
-                operation, tensor, group=self.pp_group, group_peer=self.placement.location(stage)[0]
-            )
-            for tensor, stage in zip(tensors, stages, strict=True)
-        ]
 
 
 def _wait(works: Iterable[dist.Work]) -> None:

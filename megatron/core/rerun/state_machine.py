@@ -359,7 +359,7 @@ class SentNorm(NamedTuple):
 
     def read(self) -> tuple[float, int | None]:
         """Return squared norm and request; blocks the host until the device has computed them."""
-        squares, *request = self.values.get_floats()
+        squares, *request = self.values.get_list()
         return squares, int(request[0]) if request else None
 
 

@@ -46,9 +46,14 @@ class _VocabParallelCrossEntropy(Function[Tensor]):
         columns = true_columns(logits.shape[-1], vocab_size, group)
         true_logits = at_least_float32(logits[..., :columns])
         total_columns = vocab_size or logits.shape[-1] * group.size()
-        index, is_mine = _local_index(target, logits.shape[-1], columns, group)
+        index = target - group.rank() * logits.shape[-1]
+        is_mine = (index >= 0) & (index < columns)
+        index = index.masked_fill(~is_mine, 0)  # 0 where another rank has the column
 
-        highest = _row_max(true_logits)
+        if columns:
+            highest = true_logits.amax(-1)
+        else:  # this rank holds padding only
+            highest = true_logits.new_full(target.shape, -torch.inf)
         if group.size() > 1:
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
         shifted = true_logits - highest.unsqueeze(-1)
@@ -87,23 +92,6 @@ class _VocabParallelCrossEntropy(Function[Tensor]):
         grad_logits = torch.zeros_like(logits)
         grad_logits[..., :columns] = share
         return grad_logits, None, None, None, None
-
-
-def _local_index(
-    target: Tensor, local_columns: int, columns: int, group: ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """Return (index, is_mine): each target's column on this rank, and whether this rank has it.
-
-    The index is 0 where another rank has the column.
-    """
-    index = target - group.rank() * local_columns
-    is_mine = (index >= 0) & (index < columns)
-    return index.masked_fill(~is_mine, 0), is_mine
-
-
-def _row_max(x: Tensor) -> Tensor:
-    """Return the maximum over the last dimension; -inf for a rank that holds padding only."""
-    return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], float("-inf"))
 
 
 def _at(x: Tensor, index: Tensor, is_mine: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Broadcast of a batch: rank 0 of a tensor-parallel group reads it and sends it to the others.
 
-Order of collectives: one broadcast of all shapes, then one of all values, which share a dtype.
+Order of collectives: those of `broadcast_json` for all shapes, then one broadcast of all values,
+which share a dtype.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-
-_MAX_DIMS = 5
+from megatron.core.parallel.collectives import broadcast_json
 
 
 def broadcast_data(
@@ -27,29 +27,24 @@ def broadcast_data(
 ) -> dict[str, Tensor]:
     """Broadcast the tensors ``data[key]`` from the group's rank 0; return them on the device.
 
-    All tensors have dtype ``datatype`` and at most 5 dimensions.  ``data`` is ignored on the other
+    All tensors have dtype ``datatype``.  ``data`` is ignored on the other
     ranks and may be None.  Collective over ``tp_group``.
     """
     is_source, where = tp_group.rank() == 0, device.current()
+    values = {}
     if is_source:
         assert data is not None, "the first rank of the group reads the batch"
-        for key in keys:
-            assert data[key].dtype == datatype, f"{key} is {data[key].dtype}, not {datatype}"
-    if tp_group.size() == 1 and data is not None:
-        return {key: data[key].to(where, non_blocking=True) for key in keys}
-    source = dist.get_global_rank(tp_group, 0)
-    sizes = torch.full((len(keys), _MAX_DIMS), -1, dtype=torch.int64)
-    if is_source and data is not None:
-        for row, key in zip(sizes, keys, strict=True):
-            row[: data[key].dim()] = torch.tensor(data[key].shape)
-    sizes = sizes.to(where)
-    dist.broadcast(sizes, source, group=tp_group)
-    shapes = [[n for n in row if n >= 0] for row in sizes.tolist()]
+        values = {key: data[key] for key in keys}
+        for key, value in values.items():
+            assert value.dtype == datatype, f"{key} is {value.dtype}, not {datatype}"
+    if tp_group.size() == 1:
+        return {key: value.to(where, non_blocking=True) for key, value in values.items()}
+    shapes = broadcast_json([list(value.shape) for value in values.values()], tp_group)
     counts = [math.prod(shape) for shape in shapes]
-    if is_source and data is not None:
-        flat = torch.cat([data[key].to(where).flatten() for key in keys])
+    if is_source:
+        flat = torch.cat([value.to(where).flatten() for value in values.values()])
     else:
         flat = torch.empty(sum(counts), dtype=datatype, device=where)
-    dist.broadcast(flat, source, group=tp_group)
+    dist.broadcast(flat, group=tp_group, group_src=0)
     parts = flat.split(counts)
     return {k: p.view(s) for k, p, s in zip(keys, parts, shapes, strict=True)}

@@ -11,7 +11,7 @@ a fourth GEMM besides the usual three, and accumulates the weight gradient over 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,18 +85,12 @@ class _LinearCrossEntropy(Function[Tensor]):
         return grad_x, grad_weight, None, None, None, None
 
 
-class _ChunkedCall(NamedTuple):
-    linear: LinearCall
-    part: VocabularyPart
-    chunk_size: int
-
-
 class _InChunks(Function[Tensor]):
     """Chunks of tokens: forward saves the log-sum-exp of each token, backward recomputes logits."""
 
     @staticmethod
     def forward(
-        ctx: Context[_ChunkedCall],
+        ctx: Context[Any],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -111,11 +105,11 @@ class _InChunks(Function[Tensor]):
             call.gathered(x), weight, target, part, bias=bias, rows_at_a_time=chunk_size
         )
         ctx.save_for_backward(x, weight, target, log_sum)
-        ctx.values = _ChunkedCall(call, part, chunk_size)
+        ctx.values = call, part, chunk_size
         return loss
 
     @staticmethod
-    def backward(ctx: Context[_ChunkedCall], grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, target, log_sum = ctx.saved_tensors
         call, part, chunk_size = ctx.values
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad

@@ -12,17 +12,17 @@ reduces the amax of the gradient first.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakSet
 
-import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optional import require
+from megatron.core.parallel.collectives import is_so_everywhere
 from megatron.core.params.param_info import info_of
 from megatron.core.rank_local import each_rank_owns
 from megatron.core.tensor_parallel.frozen_weight import FrozenWeight
@@ -32,21 +32,6 @@ from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer
 
 _mapped: WeakSet[ProcessGroup] = WeakSet()  # groups whose ranks map each other's memory
 each_rank_owns(__name__, "_mapped")
-
-
-class OverlapConfig(Protocol):
-    """The fields of --tp-comm-overlap and its sub-flags that are read here."""
-
-    @property
-    def tp_comm_overlap_ag(self) -> bool: ...
-    @property
-    def tp_comm_split_ag(self) -> bool: ...
-    @property
-    def tp_comm_overlap_rs(self) -> bool: ...
-    @property
-    def tp_comm_split_rs(self) -> bool: ...
-    @property
-    def tp_comm_overlap_rs_dgrad(self) -> bool: ...
 
 
 class Overlapped(NamedTuple):
@@ -59,7 +44,9 @@ class Overlapped(NamedTuple):
 _Sharded = ColumnParallelLinear | RowParallelLinear
 
 
-def overlap_layers(model: nn.Module, group: ProcessGroup, config: OverlapConfig) -> Overlapped:
+def overlap_layers(
+    model: nn.Module, group: ProcessGroup, config: ModelParallelConfig
+) -> Overlapped:
     """Let the linear layers of ``model`` that have sequence parallelism overlap.
 
     Skips the output layer, whose GEMM is fused with the loss, and layers of Transformer Engine,
@@ -72,14 +59,12 @@ def overlap_layers(model: nn.Module, group: ProcessGroup, config: OverlapConfig)
             continue
         if layer.weight is None or info_of(layer.weight).is_embedding_or_output:
             continue
-        if not isinstance(layer.quantizer, LinearQuantizer | FrozenWeight | None):
-            continue
-        reason = _unsupported_reason(layer)
-        if reason is None:
-            layers.append(layer)
-        else:
-            reasons.append(reason)
-    reasons = list(dict.fromkeys(reasons))
+        if isinstance(layer.quantizer, LinearQuantizer | FrozenWeight | None):
+            reason = _unsupported_reason(layer)
+            if reason is None:
+                layers.append(layer)
+            elif reason not in reasons:
+                reasons.append(reason)
     if not layers:
         return Overlapped(0, reasons or ["no layer of this program has sequence parallelism"])
     if without_memory := _why_no_symmetric_memory(group):
@@ -93,9 +78,8 @@ def overlap_layers(model: nn.Module, group: ProcessGroup, config: OverlapConfig)
     for layer in layers:
         is_column = isinstance(layer, ColumnParallelLinear)
         scatters = overlap.scatters_gradients if is_column else overlap.scatters
-        if not (overlap.gathers or scatters):
-            continue
-        layer.overlap = overlap
+        if overlap.gathers or scatters:
+            layer.overlap = overlap
     return Overlapped(len(layers), reasons)
 
 
@@ -142,7 +126,7 @@ def _why_no_symmetric_memory(group: ProcessGroup) -> str | None:
     # torch keeps the memory of a destroyed group under its name, which groups of a later run of the
     # process get again.  All ranks ask first: a rank that maps memory waits for the others.
     is_free = group in _mapped or not symmetric_memory.is_symm_mem_enabled_for_group(name)
-    if not _on_all_ranks(is_free, group):
+    if not is_so_everywhere(is_free, group):
         return "an earlier run of this process has used symmetric memory: start new processes"
     _mapped.add(group)
     reason = None
@@ -151,13 +135,6 @@ def _why_no_symmetric_memory(group: ProcessGroup) -> str | None:
         symmetric_memory.get_symm_mem_workspace(name, 1)
     except RuntimeError as error:  # another node, or GPUs without access to each other
         reason = f"no symmetric memory: {str(error).splitlines()[0]}"
-    if _on_all_ranks(reason is None, group):
+    if is_so_everywhere(reason is None, group):
         return None
     return reason or "another rank has no symmetric memory"
-
-
-def _on_all_ranks(value: bool, group: ProcessGroup) -> bool:
-    """Return whether ``value`` holds on all ranks of ``group``.  Collective."""
-    flag = torch.tensor(value, dtype=torch.int32, device=device.current())
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
-    return bool(flag.item())

@@ -192,7 +192,7 @@ class LinearQuantizer(AmaxHistory, Gemms):
             return quantize(x, to, (1, recipe.block), at_random=at_random)
         if not recipe.history:
             amax = largest(x)
-            amax = self._agreed(amax) if is_gathered else amax
+            amax = agreed_amax(amax, self.amax_group) if is_gathered else amax
             return quantize(x, to, amax=amax, turns=turns)
         known = self.known(which)
         # This synchronizes with a GPU, but only as long as the history is empty.
@@ -203,14 +203,12 @@ class LinearQuantizer(AmaxHistory, Gemms):
             return scaled
         amax = largest(x)
         self._note(which, amax)
-        return quantize(x, to, amax=self._agreed(amax), margin=recipe.margin, turns=turns)
+        amax = agreed_amax(amax, self.amax_group)
+        return quantize(x, to, amax=amax, margin=recipe.margin, turns=turns)
 
     def _note(self, which: int, amax: Tensor) -> None:
         if self.training:
             self.amax[which] = torch.maximum(self.amax[which], amax)
-
-    def _agreed(self, amax: Tensor) -> Tensor:
-        return agreed_amax(amax, self.amax_group)
 
     def columns(self, which: int, x: Tensor, group: ProcessGroup | None = None) -> Scaled:
         """Quantize ``x`` [t, w] for a GEMM that sums over t; only for recipes with blocks.
@@ -246,18 +244,15 @@ class LinearQuantizer(AmaxHistory, Gemms):
         if self._kept_of != state:
             self._kept, self._kept_of = {}, state
             if is_whole:
-                self.forget_transposed()
+                self._transposed = None
+        kept = self._kept if is_whole else {}
         if not (transposed and self.keeps_transposed):
-            return self._quantized(weight, self._kept if is_whole else {}, transposed)
+            return self._quantized(weight, kept, transposed)
         if self._transposed is None:
-            scaled = self._quantized(weight, self._kept if is_whole else {}, transposed)
+            scaled = self._quantized(weight, kept, transposed)
             codes, scale = scaled.codes.contiguous(), scaled.scale.contiguous()
             self._transposed = Scaled(codes, scale, scaled.block)
         return self._transposed
-
-    def forget_transposed(self) -> None:
-        """Drop the cached transposed weight, because the weight may change."""
-        self._transposed = None
 
     def _quantized(self, weight: Tensor, kept: dict[bool, Scaled], transposed: bool) -> Scaled:
         """Return the quantized weight: the all-gathered codes, the one in ``kept``, or a new one.
@@ -271,14 +266,13 @@ class LinearQuantizer(AmaxHistory, Gemms):
         size, to = self.recipe.block, self.recipe.forward
         flips = size is not None and not self.recipe.has_square_blocks and transposed
         if flips not in kept:
-            if size is None:
-                block = None
-            elif self.recipe.has_square_blocks:
+            block = None
+            if size is not None and self.recipe.has_square_blocks:
                 block = size, size
-            else:
+            elif size is not None:
                 block = (size, 1) if flips else (1, size)
             values = weight.detach()
-            amax = self._agreed(largest(values)) if block is None else None
+            amax = agreed_amax(largest(values), self.amax_group) if block is None else None
             kept[flips] = quantize(values, to, block, amax=amax)
         scaled = kept[flips]
         return scaled.t() if transposed else scaled
@@ -308,7 +302,7 @@ def update_amax_histories(models: Sequence[nn.Module], groups: ProcessGroupColle
     expt_tp and expt_dp.
     """
     for each in quantizers_of(models):
-        each.forget_transposed()
+        each._transposed = None  # the weight may change
     found = [m for model in models for m in model.modules() if isinstance(m, AmaxHistory)]
     delayed = [layer for layer in found if layer.recipe.history]
     for layer in delayed:

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -96,11 +96,17 @@ class WeightGrad:
         return [grad for param, grad in given if param is not None]
 
     def _product(self, weight: Tensor) -> Tensor | None:
-        """Return grad^T x, or `has_been_added` if the GEMM adds to the main gradient."""
-        if self.is_own and adds_to_main_grad(weight):
-            _add_product(weight, self.grad.t(), self.x)
-            return has_been_added(weight)
-        return self.grad.t().matmul(self.x)
+        """Return grad^T x, or `has_been_added` if the GEMM accumulates it in the main gradient.
+
+        The first GEMM of a step overwrites (beta = 0), so the buffer needs no zeroing.
+        """
+        grad, x = self.grad.t(), self.x
+        if not (self.is_own and adds_to_main_grad(weight)):
+            return grad.matmul(x)
+        total, keep = weight.main_grad, 0 if weight.overwrite_main_grad else 1
+        wider: dict[str, Any] = {} if total.dtype == x.dtype else {"out_dtype": total.dtype}
+        torch.addmm(total, grad, x, beta=keep, out=total, **wider)
+        return has_been_added(weight)
 
 
 def adds_to_main_grad(weight: Tensor | None) -> TypeGuard[MainGradParameter]:
@@ -111,19 +117,6 @@ def adds_to_main_grad(weight: Tensor | None) -> TypeGuard[MainGradParameter]:
 def has_main_grad(param: nn.Parameter) -> TypeGuard[MainGradParameter]:
     """Return whether a data-parallel wrapper keeps the gradient of ``param`` in a buffer."""
     return hasattr(param, "main_grad")
-
-
-def _add_product(weight: MainGradParameter, grad: Tensor, x: Tensor) -> None:
-    """Accumulate ``grad`` @ x in the main gradient with one GEMM.
-
-    The first GEMM of a step overwrites (beta = 0), so the buffer needs no zeroing.
-    """
-    total, keep = weight.main_grad, 0 if weight.overwrite_main_grad else 1
-    if total.dtype == x.dtype:
-        torch.addmm(total, grad, x, beta=keep, out=total)
-    else:
-        torch.addmm(total, grad, x, out_dtype=total.dtype, beta=keep, out=total)
-    weight.overwrite_main_grad = False
 
 
 def add_to_main_grad(weight: MainGradParameter, grad: Tensor) -> Tensor | None:
@@ -201,7 +194,11 @@ class WeightGradQueue:
         """
         left = len(self) if count is None else min(count, len(self))
         while left:
-            items = self._oldest(with_its_like=count is None)
+            items = [self._items.popleft()]
+            weight = items[0].params[0]
+            if count is None and _is_output_layer(weight):
+                items += [item for item in self._items if item.params[0] is weight]
+                self._items = deque(i for i in self._items if i.params[0] is not weight)
             left -= len(items)
             with torch.no_grad():
                 for item in [*items, self._items[0]] if left else items:
@@ -209,15 +206,6 @@ class WeightGradQueue:
             with torch.enable_grad():
                 delivered = [_Deliver.apply(item, *item.params) for item in items]
             torch.autograd.backward(delivered)
-
-    def _oldest(self, *, with_its_like: bool) -> list[WeightGrad]:
-        """Remove the oldest gradient, for the output layer with all others of its weight."""
-        items = [self._items.popleft()]
-        weight = items[0].params[0]
-        if with_its_like and _is_output_layer(weight):
-            items += [item for item in self._items if item.params[0] is weight]
-            self._items = deque(item for item in self._items if item.params[0] is not weight)
-        return items
 
     def takes(self, item: WeightGrad) -> bool:
         """Append ``item`` unless only the output layer is deferred; return whether it was."""

@@ -168,7 +168,7 @@ def test_graphs_share_memory() -> None:
             out = graph.result(x * total)
         del x
         graphs.append((graph, out))
-        sizes.append(sum(len(chunk.memory) for chunk in arena._chunks))
+        sizes.append(sum(map(len, arena.blocks.values())))
     for graph, out in graphs:
         out.fill_(7)
         graph.replay()

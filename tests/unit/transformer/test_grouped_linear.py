@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.distributed.buffer_plan import plan_buffer
-from megatron.core.distributed.param_buffer import ParamBuffer
+from megatron.core.distributed.param_buffer import make_param_buckets
 from megatron.core.fusions import kernels
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.params.param_info import name_parameters
@@ -83,9 +83,9 @@ def test_a_gpu_is_not_asked_how_many_rows_its_experts_have(monkeypatch):
     """Where no token leaves it or is dropped, and no loop adds weight gradients."""
     expected, _ = layer_gradients(monkeypatch, is_on_gpu=True)
     reads: list[AsyncHostCopy] = []
-    read = AsyncHostCopy.get_ints
+    read = AsyncHostCopy.get_list
     monkeypatch.setattr(token_dispatcher, "is_in_a_gpu", lambda _: True)
-    monkeypatch.setattr(AsyncHostCopy, "get_ints", lambda late: (reads.append(late), read(late))[1])
+    monkeypatch.setattr(AsyncHostCopy, "get_list", lambda late: (reads.append(late), read(late))[1])
     found, two = layer_gradients(monkeypatch, is_on_gpu=True)
     assert two == 2
     assert not reads
@@ -166,7 +166,7 @@ def test_experts_in_a_buffer_of_parameters_are_not_copied():
     params = [p for name, p in layer.named_parameters() if ".local_experts." in name]
     layout = plan_buffer([p.numel() for p in params], None)
     whole = layout.numel * params[0].element_size()
-    ParamBuffer(params, layout, one_rank(), one_rank())
+    make_param_buckets(params, layout, one_rank(), one_rank())
     assert params[0].untyped_storage().nbytes() == whole
     for name in ("linear_fc1", "linear_fc2"):
         weights = [getattr(e, name).weight for e in layer.experts._in_order]

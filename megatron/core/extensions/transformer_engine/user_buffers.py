@@ -7,25 +7,25 @@ The package allocates one communication buffer per kind of GEMM (``qkv``, ``proj
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.extensions.transformer_engine.engine import package
 from megatron.core.extensions.transformer_engine.layers import (
     TEColumnParallelLinear,
     TERowParallelLinear,
 )
+from megatron.core.parallel.collectives import is_so_everywhere
 from megatron.core.text_files import parse_yaml, read_text
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _BUFFERS = {"linear_qkv": "qkv", "linear_proj": "proj", "linear_fc1": "fc1", "linear_fc2": "fc2"}
+_Sharded = TEColumnParallelLinear | TERowParallelLinear
 _FP8_RECIPES = ("delayed", "tensorwise", "mxfp8")  # the package's buffers take no others
 
 
@@ -41,17 +41,13 @@ def use_user_buffers(
     ``num_tokens``: those of a micro-batch that the ranks of ``tp_group`` share.  Raises ConfigError
     for an unreadable --tp-comm-overlap-cfg.  Collective over all ranks of the run.
     """
-    layers = [
-        (layer, buffer)
-        for model in models
-        for layer, buffer in _layers_with_buffers(model, config.hidden_size)
-    ]
-    if not _on_any_rank(bool(layers)):
+    layers = [pair for model in models for pair in _layers_with_buffers(model, config.hidden_size)]
+    if is_so_everywhere(not layers, dist.group.WORLD):
         return "no layer of Transformer Engine has sequence parallelism"
     if reason := _unsupported_reason(config, tp_group):
         return reason
     reason = _initialize(config, tp_group, num_tokens)
-    if _on_any_rank(reason is not None):
+    if not is_so_everywhere(reason is None, dist.group.WORLD):
         return reason or "another rank cannot allocate user buffers"
     for layer, buffer in layers:
         assert layer.engine is not None, "chosen by it"
@@ -59,27 +55,19 @@ def use_user_buffers(
     return None
 
 
-def _layers_with_buffers(
-    model: nn.Module, hidden_size: int
-) -> list[tuple[TEColumnParallelLinear | TERowParallelLinear, str]]:
-    """Return the layers that gather or scatter hidden states, with the names of their buffers.
+def _layers_with_buffers(model: nn.Module, hidden_size: int) -> Iterator[tuple[_Sharded, str]]:
+    """Yield the layers that gather or scatter hidden states, with the names of their buffers.
 
     Shared experts may compute while the hidden states of others are in the buffers.
     """
-    found: list[tuple[TEColumnParallelLinear | TERowParallelLinear, str]] = []
     for name, layer in model.named_modules():
         buffer = _BUFFERS.get(name.rpartition(".")[2])
-        if buffer is None or "shared_experts" in name:
+        if buffer is None or "shared_experts" in name or not isinstance(layer, _Sharded):
             continue
-        if isinstance(layer, TEColumnParallelLinear):
-            width = layer.input_size
-        elif isinstance(layer, TERowParallelLinear):
-            width = layer.output_size
-        else:
-            continue
+        is_column = isinstance(layer, TEColumnParallelLinear)
+        width = layer.input_size if is_column else layer.output_size
         if layer.sequence_parallel and layer.engine is not None and width == hidden_size:
-            found.append((layer, buffer))
-    return found
+            yield layer, buffer
 
 
 def _unsupported_reason(config: TransformerConfig, tp_group: ProcessGroup) -> str | None:
@@ -133,9 +121,7 @@ def _initialize(config: TransformerConfig, tp_group: ProcessGroup, num_tokens: i
     return None
 
 
-def _arguments(
-    config: TransformerConfig, layer: TEColumnParallelLinear | TERowParallelLinear
-) -> dict[str, bool]:
+def _arguments(config: TransformerConfig, layer: _Sharded) -> dict[str, bool]:
     """Return the package's arguments that select the collectives to overlap."""
     gathers = config.tp_comm_overlap_ag and config.tp_comm_split_ag
     if isinstance(layer, TERowParallelLinear):
@@ -147,10 +133,3 @@ def _arguments(
         "ub_bulk_dgrad": config.tp_comm_bulk_dgrad,
         "ub_bulk_wgrad": config.tp_comm_bulk_wgrad,
     }
-
-
-def _on_any_rank(value: bool) -> bool:
-    """Return whether ``value`` holds on any rank of the run.  Collective over all ranks."""
-    flag = torch.tensor(value, dtype=torch.int32, device=device.current())
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())

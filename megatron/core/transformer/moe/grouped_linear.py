@@ -40,7 +40,7 @@ class LazyTokenCounts(Sequence[int]):
 
     @cached_property
     def _numbers(self) -> list[int]:
-        return self._late.get_ints()
+        return self._late.get_list()
 
     def __getitem__(self, place: Any) -> Any:
         return self._numbers[place]
