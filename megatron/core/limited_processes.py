@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 TIME_LIMIT_S = 2.0
 _MEMORY_LIMIT_BYTES = 256 << 20
@@ -36,19 +37,13 @@ class ProcessFailed(Exception):
     """A process has ended without an answer, or does not answer; the message is the reason."""
 
 
-class Process(Protocol):
-    """A process that has been started."""
-
-    def kill(self) -> None: ...
-
-
 Main = Callable[[socket.socket], None]  # of a process that forks others
-Start = Callable[[Main, socket.socket], Process]
+Start = Callable[[Main, socket.socket], Any]  # returns the process, which has kill()
 # What a forked process does with its connection.
 Work = Callable[[socket.socket, "Limits"], None]
 
 
-def spawn(main: Main, control: socket.socket) -> Process:
+def spawn(main: Main, control: socket.socket) -> BaseProcess:
     """Start a process that runs ``main(control)``.  It also imports the main module of this one."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=main, args=(control,), daemon=True)
@@ -68,8 +63,8 @@ class LimitedProcesses:
         self._setup = setup
         self._start = start
         self._control: socket.socket | None = None
-        self._process: Process | None = None
-        self._lock = threading.Lock()  # threads open connections
+        self._process: Any = None
+        self._lock = threading.RLock()  # threads open connections
 
     def open(self) -> socket.socket:
         """Return the connection to a new process; the process ends when it is closed."""
@@ -77,10 +72,10 @@ class LimitedProcesses:
         mine.settimeout(_PATIENCE_S)
         with other, self._lock:
             try:
-                socket.send_fds(self._started(), [b"c"], [other.fileno()])
+                socket.send_fds(self.start(), [b"c"], [other.fileno()])
             except OSError:  # the first process has ended, or is stopped
-                self._end()
-                socket.send_fds(self._started(), [b"c"], [other.fileno()])
+                self.close()
+                socket.send_fds(self.start(), [b"c"], [other.fileno()])
         return mine
 
     def ask(self, data: bytes, time_limit_s: float) -> bytes:
@@ -101,10 +96,16 @@ class LimitedProcesses:
         except (EOFError, OSError):
             raise ProcessFailed(exceeded(time_limit_s)) from None
 
-    def start(self) -> None:
-        """Start the first process if it does not run; do not wait for it."""
+    def start(self) -> socket.socket:
+        """Start the first process if it does not run, without a wait; return its connection."""
         with self._lock:
-            self._started()
+            if self._control is None:
+                self._control, other = socket.socketpair()
+                with other:
+                    self._process = self._start(self._main, other)
+                send(self._control, self._setup)
+                self._control.settimeout(_CONTROL_LIMIT_S)
+            return self._control
 
     def close(self) -> None:
         """End the first process; forked ones end with their connections.
@@ -112,24 +113,10 @@ class LimitedProcesses:
         The next connection starts another: close these also if a process does not answer.
         """
         with self._lock:
-            self._end()
-
-    def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._process is not None:
-            self._process.kill()  # a stopped one does not notice the end of the connection
-            self._process = None
-
-    def _started(self) -> socket.socket:
-        if self._control is None:
-            self._control, other = socket.socketpair()
-            with other:
-                self._process = self._start(self._main, other)
-            send(self._control, self._setup)
-            self._control.settimeout(_CONTROL_LIMIT_S)
-        return self._control
+            if self._control is not None:
+                self._control.close()
+                self._process.kill()  # a stopped one does not notice the end of the connection
+                self._control = None
 
 
 def send(connection: socket.socket, data: bytes) -> None:

@@ -10,6 +10,7 @@ e4m3 value.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -128,12 +129,10 @@ def rotated(x: Tensor) -> Tensor:
     Pads t with zeros to a multiple of 16.  This spreads an outlier over 16 rows; a matmul that sums
     over the rows of two rotated matrices has the same result as without rotation.
     """
-    mix = torch.ones(1, 1, dtype=torch.float32, device=x.device)
-    while len(mix) < HADAMARD:
-        mix = torch.cat([torch.cat([mix, mix], 1), torch.cat([mix, -mix], 1)])
+    mix = functools.reduce(torch.kron, [torch.tensor([[1.0, 1], [1, -1]])] * 4)
     # Any signs keep the matrix orthogonal; these are irregular, unlike structure in the data.
     signs = torch.tensor([1.0, 1, -1, 1, 1, 1, -1, -1, 1, -1, 1, -1, -1, -1, -1, 1])
-    mix = (mix * signs.to(x.device) / math.sqrt(HADAMARD)).to(x.dtype)
+    mix = (mix * signs / math.sqrt(HADAMARD)).to(x.device, x.dtype)
     blocks = F.pad(x, (0, 0, 0, -len(x) % HADAMARD)).view(-1, HADAMARD, x.shape[1])
     return torch.matmul(mix, blocks).flatten(0, 1)
 
@@ -142,8 +141,8 @@ def _spread(scale: Tensor, block: Block | None, shape: torch.Size) -> Tensor:
     """Return the scale of each value [r, c]; without blocks the single scale []."""
     if block is None:
         return scale
-    rows, columns = (scale.repeat_interleave(block[0], 0), block[1])
-    return rows.repeat_interleave(columns, 1)[: shape[0], : shape[1]]
+    spread = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return spread[: shape[0], : shape[1]]
 
 
 def _to_e2m1(x: Tensor, at_random: bool) -> Tensor:

@@ -145,7 +145,7 @@ class NumMicroBatchesCalculator:
                 f"must both be at least 1"
             )
             return
-        yield from self._uneven("--global-batch-size", full)
+        yield from self._uneven(f"--global-batch-size {full}", full)
         if ramp is None:
             return
         shown = f"--rampup-batch-size {ramp.start} {ramp.increment} {ramp.num_samples}"
@@ -159,11 +159,10 @@ class NumMicroBatchesCalculator:
         else:
             can_start = ramp.start >= self.samples_per_microbatch
             for size in sorted({*self._ramping_batches()}) if can_start else [ramp.start]:
-                yield from self._uneven(shown, size)
+                yield from self._uneven(f"{shown}: {size}", size)
 
-    def _uneven(self, flag: str, batch_size: int) -> Iterator[str]:
+    def _uneven(self, shown: str, batch_size: int) -> Iterator[str]:
         unit = self.samples_per_microbatch
-        shown = f"{flag} {batch_size}" if flag == "--global-batch-size" else f"{flag}: {batch_size}"
         product = f"{unit} (--micro-batch-size {self.micro_batch_size} x {self.data_parallel_size}"
         if batch_size < unit:
             yield f"{shown} samples are fewer than {product} replicas), use a larger batch"

@@ -87,7 +87,6 @@ def test_a_file_that_is_missing_or_no_json_is_named(tmp_path: Path) -> None:
         (b"\xff\xfe1\x00", "not UTF-8 text"),
         (b"", "names no data"),
         (b" \n\n", "names no data"),
-        (b"1 a\x00b", "holds a NUL byte"),
     ],
 )
 def test_a_list_of_paths_in_another_encoding_is_named(
@@ -103,7 +102,7 @@ def test_a_list_of_paths_in_another_encoding_is_named(
             get_blend_and_blend_per_split(config)
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, "1" * 5000, '{"train": ["a\\u0000b"]}'])
+@pytest.mark.parametrize("content", ["[" * 100_000, "1" * 5000])
 def test_json_that_python_cannot_read_is_named(tmp_path: Path, content: str) -> None:
     file = tmp_path / "paths.json"
     file.write_text(content)

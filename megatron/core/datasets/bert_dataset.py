@@ -58,51 +58,36 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     def _sample(
         self, sentences: list[np.ndarray], target_length: int, random: np.random.Generator
     ) -> Sample:
+        is_pair = self.config.classification_head
         pivot, is_swapped = len(sentences), False
-        if self.config.classification_head:
+        if is_pair:
             pivot, is_swapped = int(random.integers(1, pivot)), bool(random.random() < 0.5)
-        numbers = np.repeat(np.arange(len(sentences)), [len(tokens) for tokens in sentences])
-        cut = sum(len(tokens) for tokens in sentences[:pivot])
-        text = np.concatenate(sentences)
-        parts = [(text[:cut], numbers[:cut]), (text[cut:], numbers[cut:])]
+        sizes = [len(tokens) for tokens in sentences]
+        text, numbers = np.concatenate(sentences), np.repeat(np.arange(len(sizes)), sizes)
+        segments = np.split(np.arange(len(text)), [sum(sizes[:pivot])])
         if is_swapped:
-            parts.reverse()
+            segments.reverse()
         excess = len(text) - target_length
-        parts = _shorten(parts, excess, random)
-        tokens, sentence, types = self._join(parts)
-        labels = self._hide(tokens, sentence, random)
+        segments = _shorten(segments, excess, random)
+        cls, sep, none = (np.array([n]) for n in (self._ids["cls"], self._ids["sep"], -1))
+        parts = [(cls, none, np.array([0]))]  # none: [CLS] and [SEP] are never masked
+        for i, at in enumerate(segments if is_pair else segments[:1]):
+            parts += [(text[at], numbers[at], np.full(len(at), i)), (sep, none, np.array([i]))]
+        tokens, sentence, types = map(np.concatenate, zip(*parts, strict=True))
         s, n = self.config.sequence_length, len(tokens)
-        padding_mask = (np.arange(s) < n).astype(np.int64)
-        labels = _fill(labels, s, -1)
+        labels = _fill(self._hide(tokens, sentence, random), s, -1)
         return {
             "text": _fill(tokens, s, self._ids["pad"]),
             "types": _fill(types, s, 0),
             "labels": labels,
             "is_random": int(is_swapped),
             "loss_mask": (labels >= 0).astype(np.int64),
-            "padding_mask": padding_mask,
+            "padding_mask": (np.arange(s) < n).astype(np.int64),
             "truncated": int(excess > 0),
         }
 
     def _without_loss(self, item: Sample) -> Sample:
         return super()._without_loss(item) | {"is_random": -1}
-
-    def _join(
-        self, parts: list[tuple[np.ndarray, np.ndarray]]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return tokens with [CLS] and [SEP], and the sentence and segment of each token.
-
-        The sentence number of [CLS] and [SEP] is -1, which protects them from masking.
-        """
-        if not self.config.classification_head:
-            parts = parts[:1]
-        cls, sep, none = (np.array([n]) for n in (self._ids["cls"], self._ids["sep"], -1))
-        tokens, sentence, types = [cls], [none], [np.array([0])]
-        for i, (text, numbers) in enumerate(parts):
-            tokens += [text, sep]
-            sentence += [numbers, none]
-            types.append(np.full(len(text) + 1, i))
-        return np.concatenate(tokens), np.concatenate(sentence), np.concatenate(types)
 
     def _hide(
         self, tokens: np.ndarray, sentence: np.ndarray, random: np.random.Generator
@@ -134,23 +119,22 @@ class MockBERTMaskedWordPieceDataset(CountingSentences, BERTMaskedWordPieceDatas
 
 
 def _shorten(
-    parts: list[tuple[np.ndarray, np.ndarray]], excess: int, random: np.random.Generator
-) -> list[tuple[np.ndarray, np.ndarray]]:
+    segments: list[np.ndarray], excess: int, random: np.random.Generator
+) -> list[np.ndarray]:
     """Remove ``excess`` tokens, first from the longer segment until both have the same length.
 
     Each segment loses tokens at both ends, in random proportion.
     """
     if excess <= 0:
-        return parts
-    a, b = (len(text) for text, _ in parts)
+        return segments
+    a, b = map(len, segments)
     of_longer = min(excess, abs(a - b))
     even, odd = divmod(excess - of_longer, 2)
-    lost = [even + of_longer * (a > b), even + odd + of_longer * (b > a)]
     shorter = []
-    for (text, numbers), count in zip(parts, lost, strict=True):
+    lost = (even + of_longer * (a > b), even + odd + of_longer * (b > a))
+    for segment, count in zip(segments, lost, strict=True):
         front = int(random.binomial(count, 0.5))
-        kept = slice(front, len(text) - (count - front))
-        shorter.append((text[kept], numbers[kept]))
+        shorter.append(segment[front : len(segment) - (count - front)])
     return shorter
 
 

@@ -87,7 +87,6 @@ logger = logging.getLogger(__name__)
 # In a joint shuffle many of its samples would displace samples of the complete epochs.
 _SEPARATE_BELOW = 0.80
 _CHECKED_SAMPLES = 32
-_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,14 +161,13 @@ def build_indices(request: SampleRequest) -> GPTIndices:
 
 
 def count_tokens(sequence_lengths: np.ndarray, indices: np.ndarray) -> int:
-    """Return the number of tokens in the sequences ``indices``, in constant memory."""
+    """Return the number of tokens in the sequences ``indices``."""
     if len(indices) == 0:
         return 0
     first, last = int(indices[0]), int(indices[-1])
-    if last - first + 1 == len(indices):  # contiguous, as the builder makes it: slice, no gather
-        return int(sequence_lengths[first : last + 1].sum(dtype=np.int64))
-    parts = (indices[at : at + _PIECE] for at in range(0, len(indices), _PIECE))
-    return sum(int(sequence_lengths[part].sum(dtype=np.int64)) for part in parts)
+    is_range = last - first + 1 == len(indices)  # as the builder makes it: no copy
+    lengths = sequence_lengths[first : last + 1] if is_range else sequence_lengths[indices]
+    return int(lengths.sum(dtype=np.int64))
 
 
 def _num_epochs(request: SampleRequest, tokens_per_epoch: int) -> int:
@@ -298,12 +296,6 @@ class GPTDataset(MegatronDataset):
         self._num_read = config.sequence_length + int(config.add_extra_token_to_sequence)
         indices = self._build_document_sample_shuffle_indices()
         self.document_index, self.sample_index, self.shuffle_index = indices
-
-    @staticmethod
-    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
-        """Return the number of sequences: --split divides sequences, not documents."""
-        assert isinstance(low_level_dataset, IndexedDataset)
-        return len(low_level_dataset)
 
     def __len__(self) -> int:
         return len(self.shuffle_index)

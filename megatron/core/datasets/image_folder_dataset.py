@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from megatron.core.datasets.megatron_dataset import (
     ReplacedSamplesConfig,
     Sample,
     SyntheticDataset,
+    given_path,
 )
 from megatron.core.datasets.tar_shards import IMAGE_SUFFIXES
 from megatron.core.datasets.utils import Split
@@ -64,8 +64,8 @@ def _random_box(size: tuple[int, int], random: np.random.Generator) -> tuple[int
             left = int(random.integers(width - w + 1))
             top = int(random.integers(height - h + 1))
             return left, top, left + w, top + h
-    w = max(1, min(width, round(height * _MAX_ASPECT_RATIO)))
-    h = max(1, min(height, round(width * _MAX_ASPECT_RATIO)))
+    w = min(width, round(height * _MAX_ASPECT_RATIO))
+    h = min(height, round(width * _MAX_ASPECT_RATIO))
     left = (width - w) // 2
     top = (height - h) // 2
     return left, top, left + w, top + h
@@ -110,25 +110,20 @@ class ImageFolder:
     def __init__(self, root: str, config: ImageFolderDatasetConfig) -> None:
         self.root = root
         self.classes = self._classes(config)
-        files: list[str] = []
-        labels: list[int] = []
-        for label, name in enumerate(self.classes):
-            found = _first(self._images_of(name), config.data_per_class_fraction)
-            files += found
-            labels += [label] * len(found)
+        files = [
+            (file, label)
+            for label, name in enumerate(self.classes)
+            for file in _first(self._images_of(name), config.data_per_class_fraction)
+        ]
         order = np.random.Generator(np.random.Philox(_ORDER_SEED)).permutation(len(files))
-        self._files = [files[i] for i in order]
-        self._labels = [labels[i] for i in order]
+        self._files: list[tuple[str, int]] = [files[i] for i in order]
 
     def __len__(self) -> int:
         return len(self._files)
 
     def __getitem__(self, idx: int) -> tuple[str, int]:
         """Return path and class of a file."""
-        return self._files[idx], self._labels[idx]
-
-    def __iter__(self) -> Iterator[tuple[str, int]]:
-        return zip(self._files, self._labels, strict=True)
+        return self._files[idx]
 
     def _classes(self, config: ImageFolderDatasetConfig) -> list[str]:
         try:
@@ -187,10 +182,12 @@ class ImageFolderDataset(ReplacedSamples):
         )
 
     @staticmethod
-    def _opened(dataset_path: str, config: BlendedMegatronDatasetConfig) -> LowLevelDataset:
+    def build_low_level_dataset(
+        dataset_path: str | None, config: BlendedMegatronDatasetConfig
+    ) -> LowLevelDataset:
         """List the images of a folder."""
         assert isinstance(config, ImageFolderDatasetConfig)
-        return ImageFolder(dataset_path, config)
+        return ImageFolder(given_path(dataset_path), config)
 
     def _content(self, element: int) -> tuple[str, Any]:
         path, label = self.dataset[element]

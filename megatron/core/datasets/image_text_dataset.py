@@ -33,6 +33,7 @@ from megatron.core.datasets.megatron_dataset import (
     Sample,
     describe,
     description_hash,
+    given_path,
 )
 from megatron.core.datasets.packing import RowPlan, pack_samples
 from megatron.core.datasets.tar_shards import TarSample, TarShards
@@ -149,9 +150,11 @@ class ImageTextDataset(ReplacedSamples):
         return int(self._lengths[self.indices[places], 2].sum())
 
     @staticmethod
-    def _opened(dataset_path: str, config: BlendedMegatronDatasetConfig) -> LowLevelDataset:
+    def build_low_level_dataset(
+        dataset_path: str | None, config: BlendedMegatronDatasetConfig
+    ) -> LowLevelDataset:
         """Open the tar shards of a path; see `shard_paths`."""
-        return TarShards(dataset_path, config.path_to_cache)
+        return TarShards(given_path(dataset_path), config.path_to_cache)
 
     def _content(self, element: int) -> tuple[str, TarSample]:
         content = self.dataset[element]  # a missing or changed shard ends the run

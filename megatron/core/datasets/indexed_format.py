@@ -166,20 +166,21 @@ class SequenceIndex:
             pointers = self.sequence_pointers[start : start + CHUNK]
             if lengths.min() < 0 or pointers[0] < 0:
                 raise self._damaged("it holds a negative length or pointer")
-            # Clamp pointers beyond .bin: pointer + length may exceed 64 bits.  As pointers
-            # ascend, the last sequence of the chunk is computed exactly below.
-            ends = lengths * self.dtype_size + np.minimum(pointers, bin_bytes)
-            last_end = int(pointers[-1]) + int(lengths[-1]) * self.dtype_size
-            if (end := max(int(ends.max()), last_end)) > bin_bytes:
+            ends = pointers + lengths * self.dtype_size  # beyond 64 bits: found at the last end
+            following = self.sequence_pointers[start + 1 : start + 1 + CHUNK]
+            overlaps = ends[: len(following)] > following
+            if overlaps.any():
+                at = start + int(np.argmax(overlaps))
+                raise self._damaged(f"its sequences {at} and {at + 1} overlap in .bin")
+        if len(self):
+            end = int(self.sequence_pointers[-1])
+            end += int(self.sequence_lengths[-1]) * self.dtype_size
+            if end > bin_bytes:
                 raise DataError(
                     f"{bin_path} has {bin_bytes} bytes, but {self.idx_path} points up to byte "
                     f"{end}: the two do not belong together or .bin is cut short; "
                     "copy it again or preprocess again"
                 )
-            following = self.sequence_pointers[start + 1 : start + 1 + CHUNK]
-            if (ends[: len(following)] > following).any():
-                at = start + int(np.argmax(ends[: len(following)] > following))
-                raise self._damaged(f"its sequences {at} and {at + 1} overlap in .bin")
 
     def _check_sorted(self, name: str, array: np.ndarray) -> None:
         for start in range(0, len(array), CHUNK):

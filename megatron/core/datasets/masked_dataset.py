@@ -160,11 +160,10 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.masking_probability < 1:
-            raise ConfigError(f"--mask-prob {self.masking_probability} is not between 0 and 1")
-        if not 0 <= self.short_sequence_probability <= 1:
+        masked, short = self.masking_probability, self.short_sequence_probability
+        if not (0 < masked < 1 and 0 <= short <= 1):
             raise ConfigError(
-                f"--short-seq-prob {self.short_sequence_probability} is not between 0 and 1"
+                f"--mask-prob {masked} and --short-seq-prob {short} must be between 0 and 1"
             )
         if self.masking_max_ngram < 1:
             raise ConfigError(f"masking_max_ngram {self.masking_max_ngram}: it is 1 or more")
@@ -342,8 +341,8 @@ class MaskedWordPieceDataset(MegatronDataset):
         self, documents: np.ndarray, min_sentences: int, num_rows: int
     ) -> None:
         """Log how many documents give no sample; raise DataError if no document gives one."""
-        lengths = self.dataset.sequence_lengths
-        num_long = np.concatenate(([0], np.cumsum(lengths > LONGEST_SENTENCE)))[documents]
+        is_long = self.dataset.sequence_lengths > LONGEST_SENTENCE
+        num_long = np.append(0, np.cumsum(is_long))[documents]
         has_few, has_long = np.diff(documents) < min_sentences, np.diff(num_long) > 0
         source = f"the {self.index_split.name} split of {self.dataset_path}"
         unused = (

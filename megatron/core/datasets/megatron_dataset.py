@@ -8,7 +8,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Sized
+from collections.abc import Sized
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -23,7 +23,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path
 from megatron.core.datasets.utils import EpochOrder, Split
 
-LowLevelDataset = IndexedDataset | Iterable[object]
+LowLevelDataset = Sized
 Sample = dict[str, Any]  # arrays, tensors and scalars by name, for the collate function
 
 
@@ -66,26 +66,20 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Sample]):
         self.unique_description_hash = description_hash(self.unique_description)
 
     @staticmethod
-    @abstractmethod
     def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
         """Return the number of elements that --split divides."""
+        return len(low_level_dataset)
 
     @staticmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
     ) -> LowLevelDataset:
         """Open the data source: a .bin/.idx pair on disk or in object storage."""
-        if dataset_path is None:
-            raise ConfigError(
-                "no data is named: give --data-path (or data of each split), or --mock-data"
-            )
         cache = config.object_storage_cache_path
-        storage = ObjectStorageConfig(cache) if cache else None
         return IndexedDataset(
-            dataset_path,
-            multimodal=False,
+            given_path(dataset_path),
             mmap=config.mmap_bin_files,
-            object_storage_config=storage,
+            object_storage_config=ObjectStorageConfig(cache) if cache else None,
             verify_data=config.verify_data,
         )
 
@@ -149,6 +143,15 @@ class SyntheticDataset(MegatronDataset):
         return self._SAMPLES_WITHOUT_REQUEST if self.num_samples is None else self.num_samples
 
 
+def given_path(path: str | None) -> str:
+    """Return the path of a data source.  Raises ConfigError without one."""
+    if path is None:
+        raise ConfigError(
+            "no data is named: give --data-path (or data of each split), or --mock-data"
+        )
+    return path
+
+
 def describe(unique_identifiers: OrderedDict[str, object]) -> str:
     """Return the text of description.txt, whose hash names the cache files."""
     return json.dumps(unique_identifiers, indent=4, default=lambda part: part.unique_identifiers)
@@ -195,26 +198,6 @@ class ReplacedSamples(MegatronDataset):
     @cached_property
     def _broken(self) -> set[int]:
         return set()
-
-    @staticmethod
-    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
-        """Return the number of elements."""
-        assert isinstance(low_level_dataset, Sized)
-        return len(low_level_dataset)
-
-    @classmethod
-    def build_low_level_dataset(
-        cls, dataset_path: str | None, config: BlendedMegatronDatasetConfig
-    ) -> LowLevelDataset:
-        """Open the elements of a path.  Raises ConfigError without one."""
-        if dataset_path is None:
-            raise ConfigError("no data is named: give --data-path, or --mock-data")
-        return cls._opened(dataset_path, config)
-
-    @staticmethod
-    @abstractmethod
-    def _opened(dataset_path: str, config: BlendedMegatronDatasetConfig) -> LowLevelDataset:
-        """Open the elements of a path."""
 
     @abstractmethod
     def _content(self, element: int) -> tuple[str, Any]:

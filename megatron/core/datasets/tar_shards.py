@@ -13,7 +13,7 @@ import os
 import re
 import struct
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,9 +25,8 @@ IMAGE_SUFFIXES = tuple("jpg jpeg png webp gif bmp tif tiff ppm avif".split())
 _JSON, _TEXT, _IMAGE, _OTHER = range(4)  # kinds of files
 _FORMAT = 1  # of the index
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
-_RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
+_RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
 _MOST_SHARDS = 1_000_000  # of one range
-_LONGEST_NUMBER = 18  # digits of its ends
 _HEADER_BYTES = 512
 # Exceptions of tarfile on damaged headers: large numbers, headers of long names in sequence.
 _DAMAGED = (
@@ -63,9 +62,6 @@ class TarShards:
         shard = int(np.searchsorted(self._ends, idx, side="right"))
         first = int(self._ends[shard - 1]) if shard else 0
         return self.shards[shard].read(idx - first)
-
-    def __iter__(self) -> Iterator[TarSample]:
-        return (self[i] for i in range(len(self)))
 
 
 class TarShard:
@@ -176,14 +172,12 @@ def shard_paths(path: str) -> list[str]:
     found = _RANGE.search(path)
     if found is None:
         return [path]
-    first, last = (int(number[-_LONGEST_NUMBER:]) for number in found.groups())
-    if max(map(len, found.groups())) > _LONGEST_NUMBER or last - first >= _MOST_SHARDS:
+    first, last = map(int, found.groups())
+    if not first <= last < first + _MOST_SHARDS:
         raise DataError(
-            f"{path[:200]}: the range has more than {_MOST_SHARDS} shards, or numbers of more than "
-            f"{_LONGEST_NUMBER} digits: give a shorter range, or the directory of the shards"
+            f"{path}: the range {found[0]} must have 1 to {_MOST_SHARDS} shards, the smaller "
+            "number first: give a shorter one, or the directory of the shards"
         )
-    if first > last:
-        raise DataError(f"{path}: the range {found[0]} is empty: give the smaller number first")
     before = path[: found.start()]
     after = path[found.end() :]
     width = len(found[1])

@@ -214,24 +214,17 @@ def build_user_datasets(
     train, valid, test = (
         build(run, split, n) for split, n in zip(_SPLITS, num_samples, strict=True)
     )
-    for split, samples, wanted in zip(_SPLITS, (train, valid, test), num_samples, strict=True):
-        _check(run, name, split, samples, wanted)
-    return train, valid, test
-
-
-def _check(
-    run: RunContext, name: str, split: Split, samples: Samples | None, wanted: int | None
-) -> None:
-    if samples is None:
-        if split == "train" and not run.config.validation.skip_train:
-            raise DataError(f"--dataset-type {name} has no samples to train on: give it some")
-        return
-    if not isinstance(samples, Sized):
-        raise DataError(f"--dataset-type {name}: its {split} set has no length: define __len__")
     repeats = run.config.data.dataloader_type == "cyclic"
-    if wanted is not None and len(samples) < wanted and not repeats:
-        raise DataError(
-            f"--dataset-type {name}: its {split} set has {len(samples)} samples and the run reads "
-            f"{wanted}: use --dataloader-type cyclic to read them again in a new order, or fewer "
-            "steps"
-        )
+    for split, samples, wanted in zip(_SPLITS, (train, valid, test), num_samples, strict=True):
+        if samples is None:
+            if split == "train" and not run.config.validation.skip_train:
+                raise DataError(f"--dataset-type {name} has no samples to train on: give it some")
+        elif not isinstance(samples, Sized):
+            raise DataError(f"--dataset-type {name}: its {split} set has no length: define __len__")
+        elif wanted is not None and len(samples) < wanted and not repeats:
+            raise DataError(
+                f"--dataset-type {name}: its {split} set has {len(samples)} samples and the run "
+                f"reads {wanted}: use --dataloader-type cyclic to read them again in a new order, "
+                "or fewer steps"
+            )
+    return train, valid, test

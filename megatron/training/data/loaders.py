@@ -54,15 +54,21 @@ def get_blend_and_blend_per_split(data: DataConfig | Namespace) -> tuple[Any, An
 
     ``data`` may also be the namespace of get_args(), which user scripts pass.
     """
-    if data.data_path or data.data_args_path:
-        words = data.data_path or _words(data.data_args_path)
-        return get_blend_from_list(list(words)), None
+    if data.data_path:
+        return get_blend_from_list(data.data_path), None
+    if data.data_args_path:
+        words = _read(data.data_args_path, "--data-args-path").split()
+        if not words:
+            raise DataError(
+                f"--data-args-path {data.data_args_path} names no data: write prefixes into it"
+            )
+        return get_blend_from_list(words), None
     if data.per_split_data_args_path:
         lists = _lists_per_split(data.per_split_data_args_path)
         return None, [get_blend_from_list(words) for words in lists]
     paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
     if any(paths):
-        return None, [get_blend_from_list(list(p) if p else None) for p in paths]
+        return None, [get_blend_from_list(path) for path in paths]
     return None, None
 
 
@@ -250,8 +256,8 @@ def _external(run: RunContext, train: Any, valid: Any, test: Any) -> TrainingDat
     )
 
 
-def _lists_per_split(path: str) -> list[list[str] | None]:
-    """Return the train, valid and test list of a JSON file, None for a missing one.
+def _lists_per_split(path: str) -> list[list[str]]:
+    """Return the train, valid and test list of a JSON file, empty for a missing one.
 
     Raise DataError for a file of another form.
     """
@@ -262,35 +268,19 @@ def _lists_per_split(path: str) -> list[list[str] | None]:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         content = error
-    if (
-        not isinstance(content, dict)
-        or not content.keys() <= {*splits}
-        or not any(content.values())
-        or not all(isinstance(words, list | None) for words in content.values())
-        or not all(map(_is_weight_or_prefix, itertools.chain(*filter(None, content.values()))))
+    lists = [content.get(name) or [] for name in splits] if isinstance(content, dict) else []
+    if not (
+        any(lists)
+        and content.keys() <= {*splits}
+        and all(isinstance(words, list) for words in lists)
+        and all(type(word) in (str, int, float) for words in lists for word in words)
     ):
         raise DataError(
             f"{flag} {path}: an object with the lists train, valid and test of weights and "
             f"prefixes is needed, not {content!r:.100}"
         )
-    return [content.get(name) for name in splits]
-
-
-def _is_weight_or_prefix(word: object) -> bool:
-    # A file name cannot contain NUL.
-    return "\0" not in word if isinstance(word, str) else type(word) in (int, float)
-
-
-def _words(path: str | None) -> list[str]:
-    assert path is not None
-    words = _read(path, "--data-args-path").split()
-    if not words:
-        raise DataError(f"--data-args-path {path} names no data: write prefixes into it")
-    return words
+    return lists
 
 
 def _read(path: str, flag: str) -> str:
-    text = read_text(path, f"{flag} {path}", DataError, "a file that lists the data prefixes")
-    if "\0" in text:
-        raise DataError(f"{flag} {path} holds a NUL byte: it is not a text file; give a list")
-    return text
+    return read_text(path, f"{flag} {path}", DataError, "a file that lists the data prefixes")

@@ -27,11 +27,10 @@ _PIECE_BYTES = 1 << 22
 class BadRecord(DataError):
     """A record that cannot be used, located by its block: its line in the file is not known yet."""
 
-    def __init__(self, path: str, newlines_before: int, offset: int, reason: str) -> None:
-        super().__init__(path, newlines_before, offset, reason)
-        self.path = path
+    def __init__(self, block: Block, newlines_before: int, reason: str) -> None:
+        super().__init__(block, newlines_before, reason)
+        self.block = block
         self.newlines_before = newlines_before  # in the block, before the record
-        self.offset = offset  # of the block in the decompressed file
         self.reason = reason
 
 
@@ -64,22 +63,20 @@ class RecordFormat:
             return {self.json_keys[0]: [text for _, text in lines]}
         found: dict[str, list[Text]] = {key: [] for key in self.json_keys}
         columns = [(key, found[key].append) for key in self.json_keys]
-        loads = json.loads
         for number, line in lines:
             try:
-                record = loads(line)
+                record = json.loads(line)
                 if not isinstance(record, dict):
                     raise TypeError(f"the record is {type(record).__name__}, not an object")
                 for key, append in columns:
                     append(_checked(record[key]))
-            except KeyError as error:
-                reason = f"the record has no key {error}; name the keys with --json-keys"
-                raise BadRecord(block.path, number, block.start, reason) from error
-            except json.JSONDecodeError as error:
-                reason = f"no JSON: {error.msg} at character {error.pos + 1}"
-                raise BadRecord(block.path, number, block.start, reason) from error
-            except (ValueError, TypeError, RecursionError) as error:
-                raise BadRecord(block.path, number, block.start, str(error)) from error
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                reason = str(error)
+                if isinstance(error, KeyError):
+                    reason = f"the record has no key {error}; name the keys with --json-keys"
+                elif isinstance(error, json.JSONDecodeError):
+                    reason = f"no JSON: {error.msg} at character {error.pos + 1}"
+                raise BadRecord(block, number, reason) from error
         return found
 
     def newlines_before(self, block: Block, document: int) -> int:
@@ -96,20 +93,19 @@ class RecordFormat:
             text = data.decode()
         except UnicodeDecodeError as error:
             newlines = data.count(b"\n", 0, error.start)
-            raise BadRecord(block.path, newlines, block.start, f"no UTF-8: {error}") from error
+            raise BadRecord(block, newlines, f"no UTF-8: {error}") from error
         del data
         cut_by = self.cut_by(block.path)
         if cut_by == "document":
             yield 0, text
-            return
-        if cut_by == "paragraph":
+        elif cut_by == "paragraph":
             yield from _paragraphs(text)
-            return
-        for number, line in enumerate(text.removesuffix("\n").split("\n") if text else ()):
-            if line and not line.isspace():
-                yield number, line.removesuffix("\r")
-            elif self.empty_is_error:
-                raise BadRecord(block.path, number, block.start, "the line is empty")
+        else:
+            for number, line in enumerate(text.removesuffix("\n").split("\n") if text else ()):
+                if line and not line.isspace():
+                    yield number, line.removesuffix("\r")
+                elif self.empty_is_error:
+                    raise BadRecord(block, number, "the line is empty")
 
 
 def read_documents(
@@ -123,7 +119,7 @@ def read_documents(
         try:
             yield block, record_format.texts(block)
         except BadRecord as error:
-            raise DataError(f"{error.path}, line {locate(error)}: {error.reason}") from error
+            raise DataError(f"{block.path}, line {locate(error)}: {error.reason}") from error
 
 
 def check_one_kind(paths: Sequence[str], record_format: RecordFormat) -> None:
@@ -143,8 +139,9 @@ def check_one_kind(paths: Sequence[str], record_format: RecordFormat) -> None:
 
 def locate(error: BadRecord) -> int:
     """Return the number of the bad record's line in its file, from 1; reads the file up to it."""
-    line, left = 1 + error.newlines_before, error.offset
-    for piece, _ in pieces(error.path, _PIECE_BYTES):
+    line = 1 + error.newlines_before
+    left = error.block.start
+    for piece, _ in pieces(error.block.path, _PIECE_BYTES):
         line += piece.count(b"\n", 0, left)
         left -= len(piece)
         if left <= 0:

@@ -137,13 +137,20 @@ class BlockEncoder:
         try:
             batch = self.encoder.encode_batch(texts)
         except (TypeError, UnicodeError) as error:
-            raise self._not_unicode(block, documents, error) from error
+            for index, text in enumerate(documents):
+                try:
+                    "".join(text).encode()
+                except UnicodeEncodeError as wrong:
+                    newlines = self.record_format.newlines_before(block, index)
+                    reason = f"the text is no Unicode: {wrong.reason}"
+                    raise BadRecord(block, newlines, reason) from error
+            raise
         self._check_ids(batch)
         encoded = self._assemble(batch, np.asarray(counts, np.int64))
         if self.record_format.empty_is_error and not encoded.num_sequences.all():
-            wrong = int(np.argmin(encoded.num_sequences))
-            newlines = self.record_format.newlines_before(block, wrong)
-            raise BadRecord(block.path, newlines, block.start, "the line has no token")
+            first_empty = int(np.argmin(encoded.num_sequences))
+            newlines = self.record_format.newlines_before(block, first_empty)
+            raise BadRecord(block, newlines, "the line has no token")
         return encoded
 
     def _assemble(self, batch: TokenBatch, counts: np.ndarray) -> EncodedTexts:
@@ -168,14 +175,3 @@ class BlockEncoder:
                     f"the tokenizer gave the id {wrong} and says that its vocabulary has "
                     f"{self.vocab_size}: its files do not belong together"
                 )
-
-    def _not_unicode(self, block: Block, documents: Sequence[Text], error: Exception) -> Exception:
-        """Return a BadRecord for the document with a lone surrogate, else ``error`` itself."""
-        for index, text in enumerate(documents):
-            try:
-                "".join(text).encode()
-            except UnicodeEncodeError as wrong:
-                newlines = self.record_format.newlines_before(block, index)
-                reason = f"the text is no Unicode: {wrong.reason}"
-                return BadRecord(block.path, newlines, block.start, reason)
-        return error

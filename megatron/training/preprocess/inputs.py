@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import glob
 import gzip
-import itertools
 import json
 import os
 import re
@@ -201,28 +200,6 @@ def blocks(
                 _check_size(path, start, cut - start)
                 yield Block(path, start, cut, cut - start)
                 start = cut
-
-
-def sample_blocks(
-    paths: Sequence[str], separator: re.Pattern[bytes] | None, positions: int, num_bytes: int
-) -> Iterator[Block]:
-    """Yield about ``num_bytes`` from each of ``positions`` places spread over the input.
-
-    Of a compressed file, and of a file that is a single record, only the beginning is sampled.
-    """
-    for index in range(positions):
-        at = index * len(paths) / positions
-        path, share = paths[int(at)], at % 1
-        size = os.path.getsize(path)
-        if is_stream(path):
-            if share == 0:
-                yield from itertools.islice(blocks([path], separator, num_bytes), 1)
-        else:
-            with open(path, "rb", buffering=0) as file:
-                start = _cut(file, separator, int(share * size), size) if share else 0
-                end = _cut(file, separator, start + num_bytes, size)
-            if start < end <= start + BLOCK_BYTES:
-                yield Block(path, start, end, end - start)
 
 
 def _check_size(path: str, start: int, num_bytes: int) -> None:

@@ -40,7 +40,6 @@ from megatron.training.preprocess.inputs import (
     block_bytes,
     blocks,
     find_inputs,
-    sample_blocks,
 )
 from megatron.training.preprocess.workers import Progress, WorkerPool
 from megatron.training.tokenizer.base import MegatronTokenizer
@@ -49,8 +48,8 @@ from megatron.training.tokenizer.fingerprint import Fingerprint, check_eod
 
 logger = logging.getLogger(__name__)
 
-_SAMPLE_POSITIONS = 8
-_SAMPLE_BYTES = 1 << 12  # text read at each position
+_SAMPLED = 100  # texts
+_SAMPLE_BYTES = 1 << 15  # read for them, and the longest beginning of a text
 _SURROGATE = re.compile("[\ud800-\udfff]")  # invalid Unicode, which workers report
 
 
@@ -147,21 +146,20 @@ def _preprocess_with(
             prefixes = run.partitioned() if options.partitions > 1 else run.whole()
         except BadRecord as error:
             line = locate(error)
-            raise DataError(f"{error.path}, line {line}: {error.reason}") from error
+            raise DataError(f"{error.block.path}, line {line}: {error.reason}") from error
         for prefix in prefixes:
             fingerprint.result().write(prefix)
     return prefixes
 
 
 def _sample(paths: Sequence[str], record_format: RecordFormat) -> list[str]:
-    """Return the beginnings of some documents, spread over the input."""
+    """Return the beginnings of the first documents."""
     separator = SEPARATORS.get(record_format.cut_by(paths[0]))
-    found: list[str] = []
-    for block in sample_blocks(paths, separator, _SAMPLE_POSITIONS, _SAMPLE_BYTES):
-        with contextlib.suppress(BadRecord):  # the worker that encodes it reports its line
-            for texts in record_format.texts(block).values():
-                found += [text[:_SAMPLE_BYTES] for text in flatten(texts)[0]]
-    return [text for text in found if not _SURROGATE.search(text)]
+    with contextlib.suppress(BadRecord, StopIteration):  # the worker that encodes it reports it
+        texts = record_format.texts(next(blocks(paths, separator, _SAMPLE_BYTES)))
+        found = [text[:_SAMPLE_BYTES] for key in texts for text in flatten(texts[key])[0]]
+        return [text for text in found[:_SAMPLED] if not _SURROGATE.search(text)]
+    return []
 
 
 class _OtherIds(Exception):

@@ -102,7 +102,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     two_samples(tmp_path / "s-0.tar")
     with pytest.raises(DataError, match=r"s-1\.tar: .*missing"):
         TarShards(str(tmp_path / "s-{0..1}.tar"))
-    with pytest.raises(DataError, match="empty"):
+    with pytest.raises(DataError, match="the smaller number first"):
         shard_paths("s-{3..1}.tar")
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match=r"no file .* ends in \.tar"):
@@ -189,9 +189,12 @@ def test_a_damaged_header_is_refused(tmp_path: Path, name: str) -> None:
         TarShard(str(tmp_path / "s.tar"))
 
 
-@pytest.mark.parametrize(
-    "numbers", ["0..999999999", "0..1000000", "0.." + "9" * 5000, "0" * 5000 + "0..1"]
-)
+@pytest.mark.parametrize("numbers", ["0..999999999", "0..1000000", "0..999999999999999999"])
 def test_a_range_of_too_many_shards_is_refused(numbers: str) -> None:
-    with pytest.raises(DataError, match="the range has more than 1000000 shards"):
+    with pytest.raises(DataError, match="the range .* must have 1 to 1000000 shards"):
         shard_paths(f"x-{{{numbers}}}.tar")
+
+
+def test_a_range_of_long_numbers_is_a_path_that_does_not_exist() -> None:
+    with pytest.raises(DataError, match="a shard of samples is missing"):
+        TarShards("x-{0.." + "9" * 50 + "}.tar")

@@ -12,7 +12,6 @@ from megatron.training.preprocess.inputs import (
     SEPARATORS,
     blocks,
     pieces,
-    sample_blocks,
 )
 from megatron.training.preprocess.run import Manifest
 
@@ -67,17 +66,6 @@ def test_the_kind_of_a_file_is_in_the_name_below_its_compression():
     assert record_format.is_plain("a.txt.zst")
     assert not record_format.is_plain("a.gz")
     assert RecordFormat(plain_text=False).cut_by("a.txt") == "line"
-
-
-def test_samples_come_from_all_over_the_input(tmp_path):
-    path = tmp_path / "in.txt"
-    path.write_text("".join(f"{i}\n" for i in range(100_000)))
-    sampled = list(sample_blocks([str(path)], SEPARATORS["line"], 8, 1000))
-    assert len(sampled) == 8
-    texts = [RecordFormat().texts(block)["text"] for block in sampled]
-    assert all(str(int(text)) == text for found in texts for text in found)
-    assert int(texts[0][0]) == 0
-    assert int(texts[-1][0]) > 80_000
 
 
 @pytest.mark.parametrize(
