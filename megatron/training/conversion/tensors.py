@@ -16,7 +16,7 @@ An integer stands for itself.  A star marks the dimension that tensor parallelis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.conversion.shape import ModelShape
-from megatron.training.models.registry import model_kind
 
 AHEAD = "mtp.layers.{}."  # multi-token prediction layers
 AHEAD_LAYER = "transformer_layer."
@@ -79,214 +78,237 @@ class Rule:
         return [part.t() if self.transposed else part for part in parts]
 
 
+# Part of a model -> its tensors: name, shape, and the `_facts` that a model with it has.
+_PARTS = {
+    "embedding": """
+        embedding.word_embeddings.weight             *v,h
+        embedding.position_embeddings.weight         p,h      learned_positions
+        embedding.tokentype_embeddings.weight        2,h      binary_head
+    """,
+    "relative positions": """
+        encoder_relative_pos_emb.relative_attention_bias.weight  b,n  relative
+        decoder_relative_pos_emb.relative_attention_bias.weight  b,n  relative
+    """,
+    "attention": """
+        input_layernorm.weight                       h        norm_before
+        input_layernorm.bias                         h        norm_before layer_norm
+        self_attention.core_attention.softmax_offset *n       usual sink
+        self_attention.linear_qkv.weight             *qkv,h   usual
+        self_attention.linear_qkv.bias               *qkv     usual qkv_bias
+        self_attention.q_layernorm.weight            *q       usual wide
+        self_attention.k_layernorm.weight            *k       usual wide
+        self_attention.q_layernorm.weight            d        usual head
+        self_attention.q_layernorm.bias              d        usual head layer_norm
+        self_attention.k_layernorm.weight            d        usual head
+        self_attention.k_layernorm.bias              d        usual head layer_norm
+        self_attention.linear_proj.weight            h,*q     usual
+        self_attention.linear_q_proj.weight          *q,h     latent full_q
+        self_attention.linear_q_down_proj.weight     lq,h     latent low_q
+        self_attention.linear_q_up_proj.weight       *q,lq    latent low_q
+        self_attention.linear_kv_down_proj.weight    lkr,h    latent
+        self_attention.linear_kv_up_proj.weight      *kv,lk   latent
+        self_attention.q_layernorm.weight            lq       latent low_q qk_norm
+        self_attention.q_layernorm.bias              lq       latent low_q qk_norm layer_norm
+        self_attention.kv_layernorm.weight           lk       latent qk_norm
+        self_attention.kv_layernorm.bias             lk       latent qk_norm layer_norm
+        self_attention.linear_proj.weight            h,*o     latent
+        self_attention.linear_proj.bias              h        bias
+        post_self_attn_layernorm.weight              h        norm_behind
+        post_self_attn_layernorm.bias                h        norm_behind layer_norm
+    """,
+    "cross attention": """
+        pre_cross_attn_layernorm.weight              h
+        pre_cross_attn_layernorm.bias                h        layer_norm
+        cross_attention.linear_q.weight              *q,h
+        cross_attention.linear_q.bias                *q       qkv_bias
+        cross_attention.linear_kv.weight             *2k,h
+        cross_attention.linear_kv.bias               *2k      qkv_bias
+        cross_attention.linear_proj.weight           h,*q
+        cross_attention.linear_proj.bias             h        bias
+    """,
+    "before mlp": """
+        pre_mlp_layernorm.weight                     h        norm_before
+        pre_mlp_layernorm.bias                       h        norm_before layer_norm
+    """,
+    "mlp": """
+        mlp.linear_fc1.weight                        *F,h
+        mlp.linear_fc1.bias                          *F       bias
+        mlp.linear_fc2.weight                        h,*f
+        mlp.linear_fc2.bias                          h        bias
+    """,
+    "router": """
+        mlp.router.weight                            e,h
+        mlp.router.bias                              e        bias
+        mlp.router.expert_bias                       e        expert_bias
+    """,
+    "expert": """
+        linear_fc1.weight                            *X,h
+        linear_fc1.bias                              *X       bias
+        linear_fc2.weight                            h,*x
+        linear_fc2.bias                              h        bias
+    """,
+    "shared experts": """
+        mlp.shared_experts.linear_fc1.weight         *S,h     shared
+        mlp.shared_experts.linear_fc1.bias           *S       shared bias
+        mlp.shared_experts.linear_fc2.weight         h,*s     shared
+        mlp.shared_experts.linear_fc2.bias           h        shared bias
+        mlp.shared_experts.gate_weight               1,h      shared gate
+    """,
+    "after mlp": """
+        post_mlp_layernorm.weight                    h        norm_behind
+        post_mlp_layernorm.bias                      h        norm_behind layer_norm
+    """,
+    "mixer": """
+        norm.weight                                  h
+        norm.bias                                    h        layer_norm
+        mixer.in_proj.weight                         *z,h
+        mixer.conv1d.weight                          *c,1,w
+        mixer.conv1d.bias                            *c
+        mixer.A_log                                  *m
+        mixer.D                                      *m
+        mixer.dt_bias                                *m
+        mixer.norm.weight                            *i
+        mixer.out_proj.weight                        h,*i
+    """,
+    "end": """
+        final_layernorm.weight                       h
+        final_layernorm.bias                         h        layer_norm
+    """,
+    "end of mamba": """
+        final_norm.weight                            h
+        final_norm.bias                              h        layer_norm
+    """,
+    "ahead": """
+        enorm.weight                                 h
+        enorm.bias                                   h        layer_norm
+        hnorm.weight                                 h
+        hnorm.bias                                   h        layer_norm
+        eh_proj.weight                               h,hh
+    """,
+    "output": """
+        score.weight                                 1,h      reward
+        output_layer.weight                          *v,h     untied
+    """,
+    "output of bert": """
+        lm_head.dense.weight                         h,h
+        lm_head.dense.bias                           h
+        lm_head.layer_norm.weight                    h
+        lm_head.layer_norm.bias                      h        layer_norm
+        output_layer.bias                            *v
+        output_layer.weight                          *v,h     untied
+        pooler.dense.weight                          h,h      binary_head
+        pooler.dense.bias                            h        binary_head
+        binary_head.weight                           2,h      binary_head
+        binary_head.bias                             2        binary_head
+    """,
+    "output of t5": """
+        lm_head.output_layer.weight                  *v,h     untied
+        lm_head.output_layer.bias                    *v       tied bias
+    """,
+}
+# Part of a layer, M, * and - as in the pattern of a hybrid, c of the decoder of T5 -> its parts.
+_OF_SYMBOL = {
+    "M": ("mixer",),
+    "*": ("attention",),
+    "-": ("before mlp", "mlp", "after mlp"),
+    "c": ("cross attention",),
+}
+
+
+def _facts(shape: ModelShape) -> set[str]:
+    facts = {
+        "bias": shape.add_bias_linear,
+        "qkv_bias": shape.add_qkv_bias,
+        "layer_norm": shape.normalization == "LayerNorm",
+        "norm_before": shape.layer_norm_placement != "post",
+        "norm_behind": shape.layer_norm_placement != "pre",
+        "learned_positions": shape.position_embedding_type == "learned_absolute",
+        "relative": shape.position_embedding_type == "relative",
+        "binary_head": shape.has_binary_head,
+        "latent": shape.multi_latent_attention,
+        "usual": not shape.multi_latent_attention,
+        "full_q": shape.q_lora_rank is None,
+        "low_q": shape.q_lora_rank is not None,
+        "qk_norm": shape.qk_norm is not None,
+        "wide": shape.qk_norm == "wide",
+        "head": shape.qk_norm == "head",
+        "sink": shape.softmax_type == "learnable",
+        "expert_bias": shape.moe_router_enable_expert_bias,
+        "shared": bool(shape.moe_shared_expert_intermediate_size),
+        "gate": shape.moe_shared_expert_gate,
+        "reward": shape.is_reward,
+        "tied": shape.is_tied,
+        "untied": not (shape.is_tied or shape.is_reward),
+    }
+    return {name for name, is_so in facts.items() if is_so}
+
+
 def tensors_of(shape: ModelShape) -> dict[str, tuple[str, ...]]:
     """Return global name -> letters of the shape, for every tensor of the model."""
-    return {name: tuple(letters.split()) for name, letters in _KINDS[shape.kind](shape)}
+    facts = _facts(shape)
+    parts = {
+        part: [
+            (name, tuple(letters.split(",")))
+            for name, letters, *needed in map(str.split, table.strip().splitlines())
+            if facts.issuperset(needed)
+        ]
+        for part, table in _PARTS.items()
+    }
+    return {
+        prefix + name: letters for prefix, part in _parts_of(shape) for name, letters in parts[part]
+    }
+
+
+def _parts_of(shape: ModelShape) -> Iterator[tuple[str, str]]:
+    """Yield the parts of the model in order, each with the prefix of its names."""
+    of_layers = ["*E" if has_experts else "*-" for has_experts in shape.expert_layers]
+    of_layers = of_layers or ["*-"] * shape.num_layers
+    stacks: dict[str, Sequence[str]] = {"decoder": of_layers}
+    end = "end"
+    if shape.kind == "bert":
+        stacks = {"encoder": of_layers}
+    elif shape.kind == "t5":
+        stacks = {"encoder": of_layers, "decoder": ["*-c"] * (shape.decoder_num_layers or 0)}
+    elif shape.kind == "mamba":
+        stacks = {"decoder": shape.pattern}
+        end = "end of mamba"
+    yield "", "embedding"
+    if shape.kind == "t5":
+        yield "", "relative positions"
+    for stack, layers in stacks.items():
+        for number, symbols in enumerate(layers):
+            yield from _layer(f"{stack}.layers.{number}.", symbols, shape)
+        yield f"{stack}.", end
+    for depth in range(shape.mtp_num_layers or 0):
+        prefix = AHEAD.format(depth)
+        yield prefix, "ahead"
+        yield from _layer(prefix + AHEAD_LAYER, of_layers[-1], shape)
+        yield prefix, "end"
+    yield "", f"output of {shape.kind}" if shape.kind in ("bert", "t5") else "output"
+
+
+def _layer(prefix: str, symbols: str, shape: ModelShape) -> Iterator[tuple[str, str]]:
+    for symbol in symbols:
+        for part in _OF_SYMBOL.get(symbol, ()):
+            yield prefix, part
+        if symbol == "E":
+            yield prefix, "before mlp"
+            yield prefix, "router"
+            for number in range(shape.num_experts or 0):
+                yield f"{prefix}mlp.experts.local_experts.{number}.", "expert"
+            yield prefix, "shared experts"
+            yield prefix, "after mlp"
 
 
 def output_of(shape: ModelShape) -> str:
     """Return the name of the output layer's weight in a model that does not tie it."""
-    prefix = "lm_head." if model_kind(shape.kind).has_encoder else ""
-    return f"{prefix}output_layer.weight"
+    return f"{'lm_head.' if shape.kind == 't5' else ''}output_layer.weight"
 
 
 def size_of(letters: Sequence[str], shape: ModelShape) -> tuple[int, ...]:
     """Return the sizes that ``letters`` stand for."""
     plain = (letter.removeprefix("*") for letter in letters)
     return tuple(int(each) if each.isdecimal() else shape.dims[each] for each in plain)
-
-
-Named = Iterator[tuple[str, str]]
-
-
-def _gpt(shape: ModelShape) -> Named:
-    yield from _embedding(shape)
-    for layer in range(shape.num_layers):
-        yield from _within(f"decoder.layers.{layer}.", _in_layer(shape, layer))
-    yield from _norm("decoder.final_layernorm", "h", shape)
-    for depth in range(shape.mtp_num_layers or 0):
-        yield from _within(AHEAD.format(depth), _ahead(shape))
-    yield from _output(shape)
-
-
-def _bert(shape: ModelShape) -> Named:
-    yield from _embedding(shape)
-    if shape.has_binary_head:
-        yield "embedding.tokentype_embeddings.weight", "2 h"
-    for layer in range(shape.num_layers):
-        yield from _within(f"encoder.layers.{layer}.", _in_layer(shape, layer))
-    yield from _norm("encoder.final_layernorm", "h", shape)
-    yield from _module("lm_head.dense", "h h", True)
-    yield from _norm("lm_head.layer_norm", "h", shape)
-    yield "output_layer.bias", "*v"
-    yield from _output(shape)
-    if shape.has_binary_head:
-        yield from _module("pooler.dense", "h h", True)
-        yield from _module("binary_head", "2 h", True)
-
-
-def _t5(shape: ModelShape) -> Named:
-    yield from _embedding(shape)
-    stacks = {"encoder": shape.num_layers, "decoder": shape.decoder_num_layers or 0}
-    if shape.position_embedding_type == "relative":
-        for stack in stacks:
-            yield f"{stack}_relative_pos_emb.relative_attention_bias.weight", "b n"
-    for stack, count in stacks.items():
-        for layer in range(count):
-            prefix = f"{stack}.layers.{layer}."
-            yield from _within(prefix, _in_layer(shape, layer))
-            if stack == "decoder":
-                yield from _within(prefix, _cross_attention(shape))
-        yield from _norm(f"{stack}.final_layernorm", "h", shape)
-    yield from _output(shape)
-    if shape.is_tied and shape.add_bias_linear:
-        yield "lm_head.output_layer.bias", "*v"
-
-
-def _mamba(shape: ModelShape) -> Named:
-    yield from _embedding(shape)
-    for layer, symbol in enumerate(shape.pattern):
-        yield from _within(f"decoder.layers.{layer}.", _LAYERS_OF_PATTERN[symbol](shape))
-    yield from _norm("decoder.final_norm", "h", shape)
-    yield from _output(shape)
-
-
-_KINDS: dict[str, Callable[[ModelShape], Named]] = {
-    "gpt": _gpt,
-    "bert": _bert,
-    "t5": _t5,
-    "mamba": _mamba,
-}
-
-
-def _within(prefix: str, named: Named) -> Named:
-    return ((prefix + name, letters) for name, letters in named)
-
-
-def _embedding(shape: ModelShape) -> Named:
-    yield "embedding.word_embeddings.weight", "*v h"
-    if shape.position_embedding_type == "learned_absolute":
-        yield "embedding.position_embeddings.weight", "p h"
-
-
-def _output(shape: ModelShape) -> Named:
-    if shape.is_reward:
-        yield "score.weight", "1 h"
-    elif not shape.is_tied:
-        yield output_of(shape), "*v h"
-
-
-def _in_layer(shape: ModelShape, layer: int) -> Named:
-    yield from _attention_part(shape)
-    yield from _mlp_part(shape, bool(shape.expert_layers) and shape.expert_layers[layer])
-
-
-def _attention_part(shape: ModelShape) -> Named:
-    placement = shape.layer_norm_placement
-    if placement != "post":
-        yield from _norm("input_layernorm", "h", shape)
-    attention = _latent_attention if shape.multi_latent_attention else _attention
-    yield from _within("self_attention.", attention(shape))
-    if placement != "pre":
-        yield from _norm("post_self_attn_layernorm", "h", shape)
-
-
-def _mlp_part(shape: ModelShape, has_experts: bool = False) -> Named:
-    placement = shape.layer_norm_placement
-    if placement != "post":
-        yield from _norm("pre_mlp_layernorm", "h", shape)
-    yield from _within("mlp.", _experts(shape) if has_experts else _mlp("", "f", shape))
-    if placement != "pre":
-        yield from _norm("post_mlp_layernorm", "h", shape)
-
-
-def _cross_attention(shape: ModelShape) -> Named:
-    yield from _norm("pre_cross_attn_layernorm", "h", shape)
-    yield from _module("cross_attention.linear_q", "*q h", shape.add_qkv_bias)
-    yield from _module("cross_attention.linear_kv", "*2k h", shape.add_qkv_bias)
-    yield from _module("cross_attention.linear_proj", "h *q", shape.add_bias_linear)
-
-
-def _mixer(shape: ModelShape) -> Named:
-    yield from _norm("norm", "h", shape)
-    sizes = {
-        **{"in_proj.weight": "*z h", "conv1d.weight": "*c 1 w", "conv1d.bias": "*c"},
-        **{"A_log": "*m", "D": "*m", "dt_bias": "*m", "norm.weight": "*i"},
-        "out_proj.weight": "h *i",
-    }
-    yield from _within("mixer.", iter(sizes.items()))
-
-
-_LAYERS_OF_PATTERN: dict[str, Callable[[ModelShape], Named]] = {
-    "M": _mixer,
-    "*": _attention_part,
-    "-": _mlp_part,
-    "E": lambda shape: _mlp_part(shape, True),
-}
-
-
-def _ahead(shape: ModelShape) -> Named:
-    for name in ("enorm", "hnorm"):
-        yield from _norm(name, "h", shape)
-    yield "eh_proj.weight", "h hh"
-    for name, letters in _in_layer(shape, shape.num_layers - 1):
-        yield AHEAD_LAYER + name, letters
-    yield from _norm("final_layernorm", "h", shape)
-
-
-def _attention(shape: ModelShape) -> Named:
-    if shape.softmax_type == "learnable":
-        yield "core_attention.softmax_offset", "*n"
-    yield from _module("linear_qkv", "*qkv h", shape.add_qkv_bias)
-    if shape.qk_norm == "wide":
-        yield "q_layernorm.weight", "*q"
-        yield "k_layernorm.weight", "*k"
-    elif shape.qk_norm == "head":
-        yield from _norm("q_layernorm", "d", shape)
-        yield from _norm("k_layernorm", "d", shape)
-    yield from _module("linear_proj", "h *q", shape.add_bias_linear)
-
-
-def _latent_attention(shape: ModelShape) -> Named:
-    if shape.q_lora_rank is None:
-        yield "linear_q_proj.weight", "*q h"
-    else:
-        yield "linear_q_down_proj.weight", "lq h"
-        yield "linear_q_up_proj.weight", "*q lq"
-    yield "linear_kv_down_proj.weight", "lkr h"
-    yield "linear_kv_up_proj.weight", "*kv lk"
-    if shape.qk_norm is not None:
-        if shape.q_lora_rank is not None:
-            yield from _norm("q_layernorm", "lq", shape)
-        yield from _norm("kv_layernorm", "lk", shape)
-    yield from _module("linear_proj", "h *o", shape.add_bias_linear)
-
-
-def _mlp(name: str, letter: str, shape: ModelShape) -> Named:
-    yield from _module(f"{name}linear_fc1", f"*{letter.upper()} h", shape.add_bias_linear)
-    yield from _module(f"{name}linear_fc2", f"h *{letter}", shape.add_bias_linear)
-
-
-def _experts(shape: ModelShape) -> Named:
-    yield from _module("router", "e h", shape.add_bias_linear)
-    if shape.moe_router_enable_expert_bias:
-        yield "router.expert_bias", "e"
-    for number in range(shape.num_experts or 0):
-        yield from _mlp(f"experts.local_experts.{number}.", "x", shape)
-    if shape.moe_shared_expert_intermediate_size:
-        yield from _mlp("shared_experts.", "s", shape)
-        if shape.moe_shared_expert_gate:
-            yield "shared_experts.gate_weight", "1 h"
-
-
-def _norm(name: str, letter: str, shape: ModelShape) -> Named:
-    return _module(name, letter, shape.normalization == "LayerNorm")
-
-
-def _module(name: str, letters: str, has_bias: bool) -> Named:
-    yield f"{name}.weight", letters
-    if has_bias:
-        yield f"{name}.bias", letters.split()[0]
 
 
 def _group_rows(shape: Heads) -> list[int]:

@@ -29,31 +29,24 @@ def _elsewhere(name: str, shape: ModelShape) -> str | None:
     return f"bert.{where}.LayerNorm.{found[2]}"
 
 
-def _read_types(config: Config) -> Values:
-    count = config.get("type_vocab_size", 2)
-    if count not in (1, 2):
-        raise CheckpointError(
-            f"config.json has type_vocab_size {count}: only 1 and 2 can be converted"
-        )
-    return {"has_binary_head": count == 2}
-
-
 def _types(model: str, alone: str) -> Field:
     """Convert type_vocab_size: ours has token types only together with the binary head."""
 
-    def write(shape: ModelShape) -> Values:
-        return {
+    def read(config: Config) -> Values:
+        count = config.get("type_vocab_size", 2)
+        if count not in (1, 2):
+            raise CheckpointError(
+                f"config.json has type_vocab_size {count}: only 1 and 2 can be converted"
+            )
+        return {"has_binary_head": count == 2}
+
+    return Field(
+        read,
+        lambda shape: {
             "type_vocab_size": 1 + shape.has_binary_head,
             "architectures": [model if shape.has_binary_head else alone],
-        }
-
-    return Field(_read_types, write)
-
-
-def _no_types(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the token type embedding that must be zero: a single type adds nothing."""
-    name = "bert.embeddings.token_type_embeddings.weight"
-    return {} if shape.has_binary_head else {name: (1, shape.hidden_size)}
+        },
+    )
 
 
 _FIELDS = (
@@ -107,7 +100,12 @@ BERT = Family(
     elsewhere=_elsewhere,
     repeats={"cls.predictions.decoder.bias": "output_layer.bias"},
     heads=("lm_head.", "output_layer.", "pooler.", "binary_head."),
-    blank=_no_types,
+    # A single token type adds nothing.
+    blank=lambda shape: (
+        {}
+        if shape.has_binary_head
+        else {"bert.embeddings.token_type_embeddings.weight": (1, shape.hidden_size)}
+    ),
     spellings={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     no_weights=("embeddings.position_ids",),
 )

@@ -104,12 +104,6 @@ def _read_method(config: Config) -> Values:
     return {}
 
 
-def _write_method(shape: ModelShape) -> Values:
-    is_limited = shape.moe_router_num_groups is not None
-    method = "group_limited_greedy" if is_limited else "greedy"
-    return {"topk_method": method, **_GROUPS.write(shape)}
-
-
 _GROUPS = groups(1)
 
 # Experts are scored by a softmax.
@@ -123,7 +117,15 @@ DEEPSEEK_V2 = Family(
     },
     fields=(
         *_FIELDS,
-        Field(_read_method, _write_method),
+        Field(
+            _read_method,
+            lambda shape: {
+                "topk_method": (
+                    "greedy" if shape.moe_router_num_groups is None else "group_limited_greedy"
+                ),
+                **_GROUPS.write(shape),
+            },
+        ),
         demand("norm_topk_prob", False),
         demand("scoring_func", "softmax"),
         demand("mlp_bias", False),

@@ -13,7 +13,6 @@ from megatron.core.config.errors import CheckpointError
 from megatron.training.conversion.families.fields import HEAD_DIM, demand, same, tied, windows
 from megatron.training.conversion.families.llama import NO_BIAS, SILU, llama_like
 from megatron.training.conversion.family import Config, Field, Names, Values
-from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule
 
 TOPK = same("num_experts_per_tok", "moe_router_topk")
@@ -51,56 +50,50 @@ def _read_sparse(config: Config) -> Values:
     return {"expert_layers": tuple(i not in dense and (i + 1) % step == 0 for i in layers)}
 
 
-def _write_sparse(shape: ModelShape) -> Values:
-    dense = [i for i, has_experts in enumerate(shape.expert_layers) if not has_experts]
-    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-
-
-SPARSE = Field(_read_sparse, _write_sparse)
-
-
-def _read_first_dense(config: Config) -> Values:
-    dense = config.get("first_k_dense_replace", 0)
-    return {"expert_layers": tuple(i >= dense for i in range(config["num_hidden_layers"]))}
-
-
+SPARSE = Field(
+    _read_sparse,
+    lambda shape: {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [
+            i for i, has_experts in enumerate(shape.expert_layers) if not has_experts
+        ],
+    },
+)
 # Layers without experts come first.
 FIRST_DENSE = Field(
-    _read_first_dense,
+    lambda config: {
+        "expert_layers": tuple(
+            i >= config.get("first_k_dense_replace", 0) for i in range(config["num_hidden_layers"])
+        )
+    },
     lambda shape: {"first_k_dense_replace": [*shape.expert_layers, True].index(True)},
 )
-
-
-def _read_shared(config: Config) -> Values:
-    width = config["n_shared_experts"] * config["moe_intermediate_size"]
-    return {"moe_shared_expert_intermediate_size": width}
-
-
-def _write_shared(shape: ModelShape) -> Values:
-    width = shape.moe_shared_expert_intermediate_size or 0
-    return {"n_shared_experts": width // (shape.moe_ffn_hidden_size or 1)}
-
-
-SHARED = Field(_read_shared, _write_shared)
+SHARED = Field(
+    lambda config: {
+        "moe_shared_expert_intermediate_size": config["n_shared_experts"]
+        * config["moe_intermediate_size"]
+    },
+    lambda shape: {
+        "n_shared_experts": (shape.moe_shared_expert_intermediate_size or 0)
+        // (shape.moe_ffn_hidden_size or 1)
+    },
+)
 
 
 def groups(counted: int) -> Field:
     """Convert group-limited routing; a group's score is that of its ``counted`` best experts."""
 
-    def read(config: Config) -> Values:
-        return {
+    return Field(
+        lambda config: {
             "moe_router_num_groups": config.get("n_group") or 1,
             "moe_router_group_topk": config.get("topk_group") or 1,
             "moe_router_group_score_topk": counted,
-        }
-
-    def write(shape: ModelShape) -> Values:
-        return {
+        },
+        lambda shape: {
             "n_group": shape.moe_router_num_groups or 1,
             "topk_group": shape.moe_router_group_topk or 1,
-        }
-
-    return Field(read, write)
+        },
+    )
 
 
 _SOFTMAX: Values = {"moe_router_score_function": "softmax"}
@@ -132,11 +125,6 @@ MIXTRAL = llama_like(
 )
 
 
-def _is_windowed(config: Config, layer: int) -> bool:
-    """Return whether a layer has a window: even layers below max_window_layers do."""
-    return layer % 2 == 0 and layer < int(config.get("max_window_layers", 28))
-
-
 _QWEN = (*SILU, TOPK, WIDTH, NORMED, SPARSE)
 
 # Qwen 2 with experts and a gated shared expert.
@@ -144,7 +132,10 @@ QWEN2_MOE = llama_like(
     "qwen2_moe",
     "Qwen2Moe",
     *_QWEN,
-    windows(_is_windowed, switch=True),
+    # Even layers below max_window_layers have a window.
+    windows(
+        lambda c, layer: layer % 2 == 0 and layer < c.get("max_window_layers", 28), switch=True
+    ),
     demand("qkv_bias", True),
     same("num_experts", "num_experts", 60),
     same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),

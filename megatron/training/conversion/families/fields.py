@@ -151,11 +151,6 @@ def _read_mscale(rope: Config) -> Values:
     return {"mscale": float(mscale), "mscale_all_dim": float(of_all)}
 
 
-def _write_mscale(shape: ModelShape) -> Values:
-    names = ("mscale", "mscale_all_dim") if shape.mscale_all_dim else ()
-    return {name: getattr(shape, name) for name in names}
-
-
 _LENGTH = "original_max_position_embeddings"
 
 
@@ -200,7 +195,14 @@ _ROPE_TYPES: dict[str, tuple[str, tuple[Field, ...]]] = {
             same("beta_fast", "yarn_beta_fast", 32, float),
             same("beta_slow", "yarn_beta_slow", 1, float),
             same("truncate", "yarn_correction_range_round_to_int", True, bool),
-            Field(_read_mscale, _write_mscale),
+            Field(
+                _read_mscale,
+                lambda shape: (
+                    {"mscale": shape.mscale, "mscale_all_dim": shape.mscale_all_dim}
+                    if shape.mscale_all_dim
+                    else {}
+                ),
+            ),
         ),
     ),
     "llama3": (
@@ -237,12 +239,13 @@ def _read_two_ropes(config: Config) -> Values:
     }
 
 
-def _write_two_ropes(shape: ModelShape) -> Values:
-    base = shape.rotary_base if shape.window_rotary_base is None else shape.window_rotary_base
-    return {**_write_rope(shape), "rope_local_base_freq": float(base)}
-
-
-TWO_ROPES = Field(_read_two_ropes, _write_two_ropes)
+TWO_ROPES = Field(
+    _read_two_ropes,
+    lambda shape: {
+        **_write_rope(shape),
+        "rope_local_base_freq": float(shape.window_rotary_base or shape.rotary_base),
+    },
+)
 
 
 def _read_mrope(config: Config) -> Values:
@@ -260,13 +263,13 @@ def _read_mrope(config: Config) -> Values:
     }
 
 
-def _write_mrope(shape: ModelShape) -> Values:
-    """Write M-RoPE in the form that every version of transformers reads."""
-    scaling = {"type": "mrope", "mrope_section": list(shape.mrope_section or ())}
-    return {"rope_theta": float(shape.rotary_base), "rope_scaling": scaling}
-
-
-MROPE = Field(_read_mrope, _write_mrope)
+MROPE = Field(
+    _read_mrope,
+    lambda shape: {  # the form that every version of transformers reads
+        "rope_theta": float(shape.rotary_base),
+        "rope_scaling": {"type": "mrope", "mrope_section": list(shape.mrope_section or ())},
+    },
+)
 
 
 def windows(pattern: Callable[[Config, int], bool] | None = None, *, switch: bool = False) -> Field:

@@ -83,12 +83,10 @@ LLAMA = llama_like("llama", "Llama", *SILU, HEAD_DIM, _BIAS, demand("pretraining
 MISTRAL = llama_like("mistral", "Mistral", *SILU, HEAD_DIM, windows())
 
 
-def _is_upper(config: Config, layer: int) -> bool:
-    """Return whether a layer has a window: those from max_window_layers on do."""
-    return layer >= int(config.get("max_window_layers", 28))
-
-
-_UPPER_WINDOWS = windows(_is_upper, switch=True)
+# Layers from max_window_layers on have a window.
+_UPPER_WINDOWS = windows(
+    lambda config, layer: layer >= config.get("max_window_layers", 28), switch=True
+)
 
 # Qwen 2 and 2.5: biases of queries, keys and values, and windows in upper layers.
 QWEN2 = llama_like("qwen2", "Qwen2", *SILU, _UPPER_WINDOWS, always={"add_qkv_bias": True})

@@ -32,10 +32,6 @@ def _read_limit(config: Config) -> Values:
     return {}
 
 
-def _write_width(shape: ModelShape) -> Values:
-    return {"expand": shape.dims["i"] // shape.hidden_size}
-
-
 def _read_width(config: Config) -> Values:
     asked = int(config.get("expand", 2) * config["hidden_size"])
     inner = config.get("num_heads", 128) * config.get("head_dim", 64)
@@ -84,7 +80,7 @@ MAMBA2 = Family(
         same("num_heads", "mamba_num_heads", 128),
         same("n_groups", "mamba_num_groups", 8),
         same("layer_norm_epsilon", "norm_epsilon", 1e-5),
-        Field(_read_width, _write_width),
+        Field(_read_width, lambda shape: {"expand": shape.dims["i"] // shape.hidden_size}),
         demand("hidden_act", "silu"),
         tied(False),
         *_PLAIN,
@@ -113,30 +109,17 @@ def _read_pattern(config: Config) -> Values:
     return {"num_layers": len(pattern), "pattern": pattern}
 
 
-def _write_pattern(shape: ModelShape) -> Values:
-    return {
-        "layers_block_type": [_NAMES[symbol] for symbol in shape.pattern],
-        "hybrid_override_pattern": shape.pattern,
-        "num_hidden_layers": shape.num_layers,
-    }
-
-
 def _read_experts(config: Config) -> Values:
     if "E" not in _read_pattern(config)["pattern"]:
         return {}
-    out: dict[str, object] = {}
-    for each in _EXPERTS:
-        out |= each.read(config)
-    if config.get("n_shared_experts", 1) != 1 or config.get("moe_latent_size") is not None:
-        raise CheckpointError(
-            f"config.json has n_shared_experts {config.get('n_shared_experts', 1)} and "
-            f"moe_latent_size {config.get('moe_latent_size')}: only 1 and null can be converted"
-        )
-    return out | {
+    out: dict[str, object] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_dtype": "fp32",
     }
+    for each in _EXPERTS:
+        out |= each.read(config)
+    return out
 
 
 def _write_experts(shape: ModelShape) -> Values:
@@ -151,26 +134,27 @@ _EXPERTS = (
     *alike("moe_shared_expert_intermediate_size"),
     SCALED,
     demand("norm_topk_prob", True),
+    Field(demand("n_shared_experts", 1).read),
+    Field(demand("moe_latent_size", None).read),
     groups(2),
     TOPK,
     WIDTH,
 )
 
 
-def _projections(ours: str, theirs: str) -> Names:
-    return {f"{ours}.linear_fc1": f"{theirs}.up_proj", f"{ours}.linear_fc2": f"{theirs}.down_proj"}
-
-
-# transformers clamps steps to this minimum, models are trained without one.  Not 0: transformers
-# also takes its logarithm.
-_STEPS = Field(write=lambda shape: {"time_step_min": 1e-20})
-
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
     always={**_ALWAYS, "is_gated": False, "is_tied": False},
     fields=(
-        Field(_read_pattern, _write_pattern),
+        Field(
+            _read_pattern,
+            lambda shape: {
+                "layers_block_type": [_NAMES[symbol] for symbol in shape.pattern],
+                "hybrid_override_pattern": shape.pattern,
+                "num_hidden_layers": shape.num_layers,
+            },
+        ),
         *alike("hidden_size", "vocab_size", "max_position_embeddings", "num_attention_heads"),
         same("intermediate_size", "ffn_hidden_size"),
         same("num_key_value_heads", "num_query_groups", None),
@@ -191,7 +175,9 @@ NEMOTRON_H = Family(
         demand("tie_word_embeddings", False),
         demand("sliding_window", None),
         demand("num_nextn_predict_layers", 0),
-        _STEPS,
+        # transformers clamps steps to this minimum, models are trained without one.  Not 0:
+        # transformers also takes its logarithm.
+        Field(write=lambda shape: {"time_step_min": 1e-20}),
         *_PLAIN,
     ),
     outside=_OUTSIDE,
@@ -204,11 +190,14 @@ NEMOTRON_H = Family(
             tuple(f"mixer.{letter}_proj" for letter in "qkv"), is_qkv=True
         ),
         "self_attention.linear_proj": "mixer.o_proj",
-        **_projections("mlp", "mixer"),
+        "mlp.linear_fc1": "mixer.up_proj",
+        "mlp.linear_fc2": "mixer.down_proj",
         "mlp.router": "mixer.gate",
         "mlp.router.expert_bias": "mixer.gate.e_score_correction_bias",
-        **_projections("mlp.experts.local_experts.{}", "mixer.experts.{}"),
-        **_projections("mlp.shared_experts", "mixer.shared_experts"),
+        "mlp.experts.local_experts.{}.linear_fc1": "mixer.experts.{}.up_proj",
+        "mlp.experts.local_experts.{}.linear_fc2": "mixer.experts.{}.down_proj",
+        "mlp.shared_experts.linear_fc1": "mixer.shared_experts.up_proj",
+        "mlp.shared_experts.linear_fc2": "mixer.shared_experts.down_proj",
     },
     spellings={"model.embeddings.": "backbone.embeddings.", "model.layers.": "backbone.layers."},
 )

@@ -42,10 +42,6 @@ def _read_ends(config: Config) -> Values:
     return {"is_tied": is_tied, "output_scale": config["d_model"] ** -0.5 if is_scaled else 1.0}
 
 
-def _write_ends(shape: ModelShape) -> Values:
-    return {"tie_word_embeddings": shape.is_tied, "scale_decoder_outputs": shape.output_scale != 1}
-
-
 def _elsewhere(name: str, shape: ModelShape) -> Rule | None:
     """Return the rule of a gated MLP's first matrix, which joins wi_0 and wi_1; else None."""
     found = re.fullmatch(r"(\w+)\.layers\.(\d+)\.mlp\.linear_fc1\.weight", name)
@@ -89,7 +85,13 @@ T5 = Family(
         same("dropout_rate", "attention_dropout", 0.1),
         same("dropout_rate", "hidden_dropout", 0.1),
         Field(_read_mlp, _write_mlp),
-        Field(_read_ends, _write_ends),
+        Field(
+            _read_ends,
+            lambda shape: {
+                "tie_word_embeddings": shape.is_tied,
+                "scale_decoder_outputs": shape.output_scale != 1,
+            },
+        ),
         demand("is_encoder_decoder", True),
     ),
     outside={
