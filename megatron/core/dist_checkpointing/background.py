@@ -38,7 +38,11 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.value_types import JsonObject, Nested
-from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    Piece,
+    ShardedTensor,
+    ShardedTensors,
+)
 from megatron.core.dist_checkpointing.serialization import (
     PendingSave,
     SaveResult,
@@ -172,13 +176,11 @@ class BackgroundSave:
 
     def wait(self) -> SaveResult:
         """Wait for the checkpoint to be published.  Collective.  Raises as `poll` does."""
-        while True:
-            futures.wait([self._writing])
-            if self._completing is not None:
-                futures.wait([self._completing])
+        saved = None
+        while saved is None:
+            self.wait_for_threads()
             saved = self.poll()
-            if saved is not None:
-                return saved
+        return saved
 
     def finish_apart(self, store: RunStore, rank: int, world_size: int) -> SaveResult | None:
         """Complete the save through ``store``; see `finish_apart`."""
@@ -200,7 +202,7 @@ class BackgroundSave:
         (verdict,) = _wait_for_values(store, "verdict")
         return verdict and conclude(self._begun, verdict, None)
 
-    def abandon(self) -> None:
+    def wait_for_threads(self) -> None:
         """Wait until the threads of this rank have ended.  Not collective."""
         futures.wait([self._writing])
         if self._completing is not None:
@@ -269,16 +271,14 @@ class HostBuffer:
         filled: list[int] = []  # bytes used in each block
         places = []
         for size in sizes:
-            fits = (i for i, used in enumerate(filled) if used + size <= _BLOCK_BYTES)
-            block = next(fits, len(filled))
-            if block == len(filled):
+            if not filled or filled[-1] + size > _BLOCK_BYTES:
                 filled.append(0)
-            places.append((block, filled[block]))
-            filled[block] += size
+            places.append((len(filled) - 1, filled[-1]))
+            filled[-1] += size
         for i, used in enumerate(filled):
             if i == len(self._blocks):
-                self._blocks.append(device.host_memory(used))
-            elif self._blocks[i].numel() < used:
+                self._blocks.append(torch.empty(0))
+            if self._blocks[i].numel() < used:
                 self._blocks[i] = torch.empty(0)  # free it before the larger one is allocated
                 self._blocks[i] = device.host_memory(used)
         return [
@@ -288,7 +288,7 @@ class HostBuffer:
 
 
 @torch.no_grad()
-def copy_out(tensors: Sequence[ShardedTensor], buffer: HostBuffer) -> list[ShardedTensor]:
+def copy_out(tensors: ShardedTensors, buffer: HostBuffer) -> list[ShardedTensor]:
     """Return the same records with copies in ``buffer``, in the dtype of the file.
 
     Blocks until the copies are complete.
@@ -299,7 +299,7 @@ def copy_out(tensors: Sequence[ShardedTensor], buffer: HostBuffer) -> list[Shard
         for piece in tensor.pieces
     ]
     places = iter(buffer.reserve(sizes))
-    copies: list[ShardedTensor] = []
+    copies = []
     for tensor in tensors:
         pieces = [
             Piece(piece.offset, _copy(piece.data, tensor.dtype, next(places)))

@@ -41,7 +41,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -62,7 +62,7 @@ from megatron.core.dist_checkpointing.folders import (
 from megatron.core.dist_checkpointing.manifest import (
     CONFIG,
     MANIFEST,
-    FileEntry,
+    FileEntries,
     Layout,
     Manifest,
     adopt_file,
@@ -122,7 +122,8 @@ def create_folder(root: Path, iteration: int, num_bytes: int, attempt: str) -> P
     """
     fault_point("save.begin", step=iteration)
     root.mkdir(parents=True, exist_ok=True)
-    restore_claim(root, token_of(attempt))
+    if newest_token(root) < token_of(attempt):  # the directory was emptied since the claim
+        open(_claim_file(root, token_of(attempt)), "ab").close()
     found = published(root)
     _check_not_replaced(found, attempt)
     sweep(root, attempt)
@@ -144,7 +145,7 @@ def create_folder(root: Path, iteration: int, num_bytes: int, attempt: str) -> P
 def publish(
     pending: Pending,
     layout: Layout,
-    files: Mapping[str, FileEntry],
+    files: FileEntries,
     *,
     manifest_name: str = MANIFEST,
     write_config: Callable[[Path], object] | None = None,
@@ -286,17 +287,12 @@ def _check_not_replaced(found: Sequence[CheckpointFolder], attempt: str) -> None
 
 def _check_space(root: Path, num_bytes: int) -> None:
     stats = os.statvfs(root)
-    free = stats.f_bavail * stats.f_frsize
-    if free < num_bytes + _SPARE_BYTES:
+    free, needed = stats.f_bavail * stats.f_frsize, num_bytes + _SPARE_BYTES
+    if free < needed:
         raise CheckpointError(
-            f"{root} has {_human(free)} free and the checkpoint needs "
-            f"{_human(num_bytes + _SPARE_BYTES)}: free space, or keep fewer checkpoints with "
-            "--keep-last-checkpoints"
+            f"{root} has {free / 1e6:,.2f} MB free and the checkpoint needs {needed / 1e6:,.2f} MB"
+            ": free space, or keep fewer checkpoints with --keep-last-checkpoints"
         )
-
-
-def _human(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2f} MB"
 
 
 def _tracker_as_found(root: Path) -> list[str | int] | None:
@@ -337,12 +333,6 @@ def take_token(root: Path, known: Iterable[str]) -> int:
         if found and int(found[1]) < token:
             (root / name).unlink(missing_ok=True)
     return token
-
-
-def restore_claim(root: Path, token: int) -> None:
-    """Recreate the file of a claimed token if the directory was emptied since the claim."""
-    if newest_token(root) < token:
-        open(_claim_file(root, token), "ab").close()
 
 
 def _claim_file(root: Path, token: int) -> Path:

@@ -27,10 +27,10 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
@@ -58,8 +58,7 @@ class CheckpointFolder:
     problem: CheckpointError | None = None
 
 
-@dataclass(frozen=True)
-class Leftover:
+class Leftover(NamedTuple):
     """A folder that an interrupted save or delete left; ``kind`` is tmp, old or del."""
 
     folder: Path
@@ -77,8 +76,7 @@ class CheckpointChoice:
     note: str | None = None
 
 
-@dataclass(frozen=True)
-class Tracker:
+class Tracker(NamedTuple):
     """Contents of the tracker file: its iteration (None: release), and when it was written."""
 
     text: str
@@ -138,13 +136,13 @@ def published(root: Path) -> list[CheckpointFolder]:
     candidates = {
         path.name: (path, int(match[1]))
         for path in root.iterdir()
-        if (match := _PUBLISHED.fullmatch(path.name)) and _may_be_folder(path)
+        if (match := _PUBLISHED.fullmatch(path.name)) and os.path.isdir(path)
     }
     for left in leftovers(root):
         if left.kind == "old" and left.iteration:
             candidates.setdefault(folder_name(left.iteration), (left.folder, left.iteration))
-    found = [_read_folder(path, iteration) for path, iteration in candidates.values()]
-    return _sort_newest_first([f for f in found if f is not None])
+    found = (_read_folder(path, iteration) for path, iteration in candidates.values())
+    return _sort_newest_first([folder for folder in found if folder])
 
 
 def choose(
@@ -172,7 +170,7 @@ def _choose_by_tracker(root: Path, order: list[CheckpointFolder]) -> CheckpointC
     tracker = read_tracker(root)
     if tracker is None:
         return _choose_newest(order, "there is no tracker file") if order else None
-    readable = next((found for found in order if found.manifest is not None), None)
+    readable = next((found for found in order if found.manifest), None)
     if readable and readable.iteration != tracker.iteration and _is_outdated(tracker, readable):
         why = f"the tracker lags behind at {tracker.text}"
         return _choose_newest(order[order.index(readable) :], why)
@@ -206,16 +204,6 @@ def _find_iteration(
     raise CheckpointError(f"{who} names {folder}, which is not there; published iterations: {have}")
 
 
-def _may_be_folder(path: Path) -> bool:
-    """Return whether ``path`` is a folder, or its type is unreadable (such as a symlink loop)."""
-    try:
-        return stat.S_ISDIR(path.stat().st_mode)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-
-
 def _read_folder(folder: Path, iteration: int | None) -> CheckpointFolder | None:
     try:
         manifest = read_manifest(folder)
@@ -247,14 +235,15 @@ def _publish_of(manifest: Manifest) -> tuple[int, int]:
 
 def _is_outdated(tracker: Tracker, newest: CheckpointFolder) -> bool:
     """Return whether the tracker is outdated: the newest save was killed before replacing it."""
-    if newest.manifest is None:
+    manifest = newest.manifest
+    if manifest is None:
         return False
-    before = newest.manifest.tracker_before
+    before = manifest.tracker_before
     if before is None or before[0] != tracker.text:
         return False
     if before[1] == tracker.modified_at_ns:
         return True
-    return tracker.modified_at_ns <= newest.manifest.published_at_ns
+    return tracker.modified_at_ns <= manifest.published_at_ns
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import cast
 
 from torch import Tensor
 
@@ -38,9 +37,10 @@ from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
     METADATA,
     Common,
+    FileEntries,
     FileEntry,
     Layout,
-    PieceEntry,
+    TensorEntries,
     TensorEntry,
     json_object,
     rank_state_name,
@@ -49,7 +49,12 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
     write_json,
 )
-from megatron.core.dist_checkpointing.mapping import LazyPiece, Piece, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    LazyPiece,
+    Piece,
+    ShardedTensor,
+    ShardedTensors,
+)
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.safetensors_file import (
     BLOCK_BYTES,
@@ -69,8 +74,8 @@ class RankReport:
     ``error``: why it could not write.
     """
 
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    files: dict[str, FileEntry] = field(default_factory=dict)
+    tensors: TensorEntries = field(default_factory=dict)
+    files: FileEntries = field(default_factory=dict)
     objects: JsonObject = field(default_factory=dict)
     error: str | None = None
 
@@ -81,7 +86,7 @@ class RankReport:
         return cls(**{**values, "files": files})
 
 
-def files_of(reports: Iterable[RankReport]) -> dict[str, FileEntry]:
+def files_of(reports: Iterable[RankReport]) -> FileEntries:
     """Merge the file entries of all ranks."""
     return {name: entry for report in reports for name, entry in report.files.items()}
 
@@ -93,7 +98,7 @@ class Contents:
     ``write_config(path)`` writes the resolved configuration to ``path``.
     """
 
-    tensors: Sequence[ShardedTensor]
+    tensors: ShardedTensors
     rank_state: JsonObject | None = None
     common: Common = field(default_factory=dict)
     layout: Layout = field(default_factory=dict)
@@ -106,7 +111,7 @@ class RankSave:
 
     folder: Path
     rank: int
-    tensors: Sequence[ShardedTensor]
+    tensors: ShardedTensors
     contents: Contents
     iteration: int
     attempt: str
@@ -133,7 +138,7 @@ class Format:
 
     name: str
     write_rank_files: Callable[[RankSave], RankReport]
-    write_common_files: Callable[[Path, Sequence[RankReport], Common], Mapping[str, FileEntry]]
+    write_common_files: Callable[[Path, Sequence[RankReport], Common], FileEntries]
     is_foreign: bool = False
     num_copies: int = 1
 
@@ -156,7 +161,7 @@ def write_rank_files(rank_save: RankSave, *, incremental: bool = False) -> RankR
 
 
 def _write_tensors(
-    rank_save: RankSave, name: str, tensors: Sequence[ShardedTensor], report: RankReport
+    rank_save: RankSave, name: str, tensors: ShardedTensors, report: RankReport
 ) -> None:
     """Write the file ``name``, if there are tensors, and add it to ``report``."""
     # Descending element size keeps every element aligned in the file.
@@ -185,7 +190,7 @@ def _write_tensors(
     )
     for (tensor, piece), place in zip(boxes, places, strict=True):
         box = {"file": name, "offset": list(piece.offset), "shape": list(piece.shape)}
-        report.tensors[tensor.key]["pieces"].append(cast(PieceEntry, {**box, **place}))
+        report.tensors[tensor.key]["pieces"].append({**box, **place})
 
 
 def _values(tensor: ShardedTensor, piece: Piece | LazyPiece) -> Tensor:
@@ -194,7 +199,7 @@ def _values(tensor: ShardedTensor, piece: Piece | LazyPiece) -> Tensor:
 
 
 def _write_or_link(
-    rank_save: RankSave, name: str, tensors: Sequence[ShardedTensor], report: RankReport
+    rank_save: RankSave, name: str, tensors: ShardedTensors, report: RankReport
 ) -> None:
     """Write the file ``name``, or link that of the newest checkpoint if it is equal."""
     # The first 128 bits of the SHA-256 of each piece, in hex.
@@ -213,7 +218,7 @@ def _write_or_link(
 def _link_unchanged(
     folder: Path,
     name: str,
-    tensors: Sequence[ShardedTensor],
+    tensors: ShardedTensors,
     hashes: Mapping[str, list[str]],
     report: RankReport,
 ) -> bool:
@@ -231,7 +236,7 @@ def _link_unchanged(
         if manifest is None:
             return False
         data = read_checked(previous, INDEX, manifest)
-        index: dict[str, TensorEntry] = json_object(data, str(previous / INDEX))["tensors"]
+        index: TensorEntries = json_object(data, str(previous / INDEX))["tensors"]
         found = {t.key: _pieces(index[t.key], t, hashes[t.key]) for t in tensors}
         (old,) = {piece["file"] for pieces in found.values() for piece in pieces}
         read_checked(previous, old, manifest)
@@ -239,13 +244,13 @@ def _link_unchanged(
     except (OSError, CheckpointError, AttributeError, KeyError, TypeError, ValueError):
         return False
     for key, pieces in found.items():
-        renamed: list[PieceEntry] = [{**piece, "file": name} for piece in pieces]
+        renamed = [{**piece, "file": name} for piece in pieces]
         report.tensors[key] = {**index[key], "pieces": renamed}
     report.files[name] = manifest.files[old]
     return True
 
 
-def _pieces(stored: TensorEntry, tensor: ShardedTensor, hashes: Sequence[str]) -> list[PieceEntry]:
+def _pieces(stored: TensorEntry, tensor: ShardedTensor, hashes: Sequence[str]) -> list[JsonObject]:
     """Return the stored pieces that match ``tensor``, in its order; KeyError if one is missing."""
     if stored["dtype"] != DTYPE_NAMES[tensor.dtype]:
         raise KeyError(tensor.key)
@@ -258,7 +263,7 @@ def _pieces(stored: TensorEntry, tensor: ShardedTensor, hashes: Sequence[str]) -
 
 def write_common_files(
     folder: Path, reports: Sequence[RankReport], common: Common, *, is_whole: bool = True
-) -> dict[str, FileEntry]:
+) -> FileEntries:
     """Write and fsync the index and the common values.
 
     ``is_whole``: raise CheckpointError if an element of a tensor is missing.
@@ -273,9 +278,7 @@ INCREMENTAL = replace(
 )
 
 
-def merge_index(
-    reports: Iterable[Mapping[str, TensorEntry]], *, is_whole: bool = True
-) -> dict[str, object]:
+def merge_index(reports: Iterable[TensorEntries], *, is_whole: bool = True) -> dict[str, object]:
     """Merge the ``tensors`` of all ranks' reports into one index.
 
     Raises CheckpointError unless every element of every tensor was written exactly once.  Without
@@ -287,9 +290,9 @@ def merge_index(
     return {"block_bytes": BLOCK_BYTES, "tensors": dict(sorted(merged.items()))}
 
 
-def merge_tensors(reports: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
+def merge_tensors(reports: Iterable[TensorEntries]) -> TensorEntries:
     """Merge the entries of all ranks.  Raises CheckpointError if shapes or dtypes differ."""
-    merged: dict[str, TensorEntry] = {}
+    merged: TensorEntries = {}
     for tensors in reports:
         for key, mine in tensors.items():
             entry = merged.setdefault(key, {**mine, "pieces": []})

@@ -53,19 +53,19 @@ def hash_of_all(tensors: Iterable[ShardedTensor], group: ProcessGroup) -> int:
 
 def _blocks(piece: Piece | LazyPiece, whole: Shape) -> Iterable[tuple[Tensor, Tensor]]:
     """Yield chunks of a piece along its first dimension: global element indices, values."""
-    values = piece.data
-    values = values if values.dim() else values.reshape(1)
-    offset, whole = piece.offset or (0,), whole or (1,)
+    values, offset = piece.data, piece.offset
+    if not whole:
+        values, offset, whole = values.reshape(1), (0,), (1,)
     rows = max(1, _BLOCK // max(1, prod(values.shape[1:])))
+    first, *others = (
+        (torch.arange(size, device=values.device) + begin) * prod(whole[dim + 1 :])
+        for dim, (size, begin) in enumerate(zip(values.shape, offset, strict=True))
+    )
     inner = torch.zeros((), dtype=torch.int64, device=values.device)
-    for dim in range(1, values.dim()):
-        index = torch.arange(values.shape[dim], device=values.device) + offset[dim]
-        inner = inner.unsqueeze(-1) + index * prod(whole[dim + 1 :])
-    for first in range(0, values.shape[0], rows):
-        part = values[first : first + rows]
-        index = torch.arange(part.shape[0], device=values.device) + offset[0] + first
-        outer = (index * prod(whole[1:])).view(-1, *[1] * (values.dim() - 1))
-        yield outer + inner, part
+    for places in others:
+        inner = inner.unsqueeze(-1) + places
+    for part, places in zip(values.split(rows), first.split(rows), strict=True):
+        yield places.view(-1, *[1] * len(others)) + inner, part
 
 
 def _mix(values: Tensor, places: Tensor) -> Tensor:

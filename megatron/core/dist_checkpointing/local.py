@@ -57,6 +57,7 @@ from megatron.core.dist_checkpointing.mapping import (
     Piece,
     Replica,
     ShardedTensor,
+    ShardedTensors,
     to_write,
     weights_then_state,
 )
@@ -144,7 +145,7 @@ def save_local(
                 with suppress(OSError):  # another rank of this node may have deleted it
                     commit.retire(part.folder, commit.attempt_id(), iteration)
     if failed:
-        raise SaveFailed(save_failed(root, iteration, failed))
+        raise save_failed(root, iteration, failed)
     return SaveResult(root / folder_name(iteration), iteration)
 
 
@@ -174,7 +175,7 @@ def _replicate(
 
     store(partial(_new_folder, temporary))
     for mine, theirs in zip_longest(_chunks(files), _chunks(their_files)):
-        operations: list[dist.P2POp] = []
+        operations = []
         if mine is not None and folder is not None:
             data = on_wire(_read(folder, *mine), group)
             operations.append(dist.P2POp(dist.isend, data, group=group, group_peer=to))
@@ -229,10 +230,9 @@ def _is_of(manifest: Manifest | None, save_name: SaveName) -> bool:
 
 def _holds_save(folder: Path, save_name: SaveName) -> bool:
     """Return whether ``folder`` is already from this save: the source rank is on the same node."""
-    try:
+    with suppress(CheckpointError):
         return _is_of(read_manifest(folder), save_name)
-    except CheckpointError:
-        return False
+    return False
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def find_local(
     for when, attempt, iteration, fits in chain(*all_gather_json(described, group)):
         fits_all = saves.get((when, attempt), (0, True))[1] and fits
         saves[when, attempt] = (iteration, fits_all)
-    notes: list[str] = []
+    notes = []
     for saved, (iteration, fits) in sorted(saves.items(), reverse=True):
         if saved[0] <= newer_than_ns:
             break
@@ -279,7 +279,7 @@ def find_local(
         if not fits:
             notes.append(f"{what} is of another layout or number of ranks")
             continue
-        parts: dict[int, Path] = {}
+        parts = {}
         problems = []
         for rank, folder, manifest in own_parts:
             if _is_of(manifest, list(saved)):
@@ -308,7 +308,7 @@ def _common(
 ) -> JsonObject:
     """Return the common values, from the first rank that has a part.  Collective."""
     first = next(rank for rank, ranks in enumerate(holders) if ranks)
-    common: JsonObject = {}
+    common = {}
     if group.rank() == first:
         with CheckpointReader(next(iter(parts.values()))) as reader:
             common = reader.common()
@@ -319,9 +319,7 @@ _Offered = Mapping[str, tuple[CheckpointReader, str, StoredBox]]  # by name of t
 _Wanted = Mapping[str, tuple[ShardedTensor, Piece | LazyPiece]]
 
 
-def load_local(
-    found: LocalSet, tensors: Sequence[ShardedTensor], group: ProcessGroup
-) -> JsonObject | None:
+def load_local(found: LocalSet, tensors: ShardedTensors, group: ProcessGroup) -> JsonObject | None:
     """Fill the views of ``tensors``; return this rank's own state.
 
     Collective.  Raises CheckpointError on every rank alike.
@@ -366,7 +364,7 @@ def _send_and_receive(
         for i, name in enumerate(names)
     ]
     can = all_gather_json([n for n, (*_, name) in enumerate(wishes) if name in offered], group)
-    givers: dict[int, list[int]] = defaultdict(list)
+    givers = defaultdict(list)
     for rank, numbers in enumerate(can):
         for n in numbers:
             givers[n].append(rank)
@@ -411,5 +409,4 @@ def _rank_state(
     sent: JsonObject = {}
     for states in all_gather_json(mine, group):
         sent |= states
-    state: JsonObject | None = sent[str(me)] if me in lost else readers[me].rank_state(0)
-    return state
+    return sent[str(me)] if me in lost else readers[me].rank_state(0)

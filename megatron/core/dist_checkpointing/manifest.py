@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, TypeGuard
+from typing import Any, TypeGuard
 
 from megatron.core import optional
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
@@ -72,6 +72,9 @@ class FileEntry:
     crc32: int
 
 
+FileEntries = dict[str, FileEntry]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Contents of a manifest file, whose presence makes a folder a checkpoint.
@@ -87,34 +90,15 @@ class Manifest:
     published_at_ns: int = 0
     tracker_before: list[str | int] | None = None
     layout: Layout
-    files: Mapping[str, FileEntry]
+    files: FileEntries
 
 
-class PlaceEntry(TypedDict):
-    """A byte range of a file."""
-
-    file: str
-    start: int
-    num_bytes: int
-
-
-class PieceEntry(PlaceEntry):
-    """A box of a tensor in a file, as an index entry."""
-
-    offset: list[int]
-    shape: list[int]
-    crc32: NotRequired[list[int]]  # one per block
-    sha256_128: NotRequired[str]  # with --ckpt-incremental
-
-
-class TensorEntry(TypedDict):
-    """A tensor, as an index entry; ``dtype`` is the format's name for it."""
-
-    shape: list[int]
-    dtype: str
-    pieces: list[PieceEntry]
-    cut: NotRequired[list[int] | None]  # in torch_dist: [sharded dimension, number of shards]
-    num_stacked: NotRequired[int]  # in torch_dist: number of leading layer and expert dims
+# An index entry: ``shape``, ``dtype`` (the format's name for it), and ``pieces``, the boxes.  A
+# piece has ``file``, ``start`` and ``num_bytes``, its ``offset`` and ``shape``, ``crc32`` of each
+# block, and with --ckpt-incremental ``sha256_128``.  In torch_dist also ``cut`` ([sharded
+# dimension, number of shards] or None) and ``num_stacked`` (leading layer and expert dimensions).
+TensorEntry = JsonObject
+TensorEntries = dict[str, TensorEntry]
 
 
 def rank_state_name(rank: int) -> str:

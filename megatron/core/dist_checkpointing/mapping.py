@@ -166,6 +166,9 @@ class ShardedTensor:
         return sum(prod(piece.shape) for piece in self.pieces) * self.dtype.itemsize
 
 
+ShardedTensors = Sequence[ShardedTensor]
+
+
 def from_param(
     key: str,
     info: ParamInfo,
@@ -295,9 +298,7 @@ class SavePlan:
         self._keys: list[str] = []
         self._written: list[int] = []
 
-    def to_write(
-        self, tensors: Sequence[ShardedTensor], share_work: bool = True
-    ) -> list[ShardedTensor]:
+    def to_write(self, tensors: ShardedTensors, share_work: bool = True) -> list[ShardedTensor]:
         """Return the records that this rank writes, as `to_write`."""
         keys = [tensor.key for tensor in tensors]
         if keys != self._keys:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.manifest import (
     INDEX,
     MANIFEST,
     SAVE,
-    FileEntry,
+    FileEntries,
     are_counts,
     check_size,
     crc32,
@@ -312,7 +312,7 @@ class StoredTensor:
 
 
 def parse_index(
-    data: bytes, path: Path, files: Mapping[str, FileEntry], *, is_whole: bool
+    data: bytes, path: Path, files: FileEntries, *, is_whole: bool
 ) -> tuple[dict[str, StoredTensor], int]:
     """Return all tensors by key, and the block size of the checksums.
 
@@ -326,7 +326,7 @@ def parse_index(
     block_bytes, entries = index.get("block_bytes"), index.get("tensors")
     if not isinstance(entries, dict) or not is_count(block_bytes) or block_bytes == 0:
         raise CheckpointDamaged(f"{path} is damaged: it is no index of tensors")
-    tensors: dict[str, StoredTensor] = {}
+    tensors = {}
     places: set[tuple[str, int]] = set()
     for key, entry in entries.items():
         try:
@@ -360,7 +360,7 @@ def check_pieces(key: str, pieces: Sequence[StoredBox], where: object) -> None:
 
 
 def _tensor(
-    entry: JsonObject, files: Mapping[str, FileEntry], block_bytes: int
+    entry: JsonObject, files: FileEntries, block_bytes: int
 ) -> tuple[Shape, torch.dtype, tuple[StoredPiece, ...]]:
     """Check and convert an index entry.  Raises ValueError, and Python's errors for wrong types."""
     shape = entry["shape"]

@@ -72,7 +72,7 @@ def write_file(
     and CheckpointError for a dtype that the format cannot store.
     """
     header, starts = _layout(tensors, metadata)
-    written: list[JsonObject] = []
+    written = []
     with open(path, "wb", buffering=1 << 20) as file:
         file.write(header)
         for tensor, start in zip(tensors, starts, strict=True):
@@ -209,7 +209,7 @@ def _write_blocks(file: BinaryIO, tensor: LazyTensor, *, flips: bool) -> list[in
     found, expected = (values.dtype, values.shape), (tensor.dtype, tensor.shape)
     assert found == expected, f"{tensor.name} is {found}, expected {expected}"
     data = bytes_of(values)
-    checksums: list[int] = []
+    checksums = []
     for begin in range(0, len(data), BLOCK_BYTES):
         block = data[begin : begin + BLOCK_BYTES]
         checksums.append(crc32(block))

@@ -23,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,16 +49,17 @@ from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_BESIDE,
 )
 from megatron.core.dist_checkpointing.mapping import (
+    LazyPiece,
+    Piece,
     SavePlan,
     ShardedTensor,
+    ShardedTensors,
     assign_replicas,
-    to_write,
     weights_then_state,
 )
 from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
 from megatron.core.dist_checkpointing.validation import (
     Differences,
-    LoadReport,
     agree,
     check_strictness,
     shorten,
@@ -104,21 +106,13 @@ class PendingSave(RankSave):
 
 
 def save(
-    root: Path,
-    iteration: int,
-    contents: Contents,
-    group: ProcessGroup | None,
-    *,
-    format: Format = SAFETENSORS_DIST,
-    retention: Retention = KEEP_ALL,
+    root: Path, iteration: int, contents: Contents, group: ProcessGroup | None, **options: Any
 ) -> SaveResult:
-    """Publish a checkpoint of ``iteration`` in ``root``: `begin` and `finish`.  Collective.
+    """Publish a checkpoint of ``iteration`` in ``root``: `begin`, with its options, and `finish`.
 
-    Raises SaveFailed on every rank if any rank fails: then nothing was published.
+    Collective.  Raises SaveFailed on every rank if any rank fails: then nothing was published.
     """
-    return finish(
-        begin(root, iteration, contents, group, format=format, retention=retention), group
-    )
+    return finish(begin(root, iteration, contents, group, **options), group)
 
 
 def begin(
@@ -138,11 +132,10 @@ def begin(
     the writing.  ``retention`` deletes older checkpoints after this one is published.  ``plan``
     caches the assignment between saves.  Raises SaveFailed on every rank if rank 0 fails.
     """
-    choose = to_write if plan is None else plan.to_write
-    mine = choose(contents.tensors, share_work)
+    mine = (plan or SavePlan()).to_write(contents.tensors, share_work)
     sizes = gather_json(sum(tensor.num_bytes for tensor in mine), group)
-    pending: commit.Pending | None = None
-    answer: dict[str, str] = {}
+    pending = None
+    answer = {}
     if sizes is not None:
         try:
             num_bytes = format.num_copies * sum(sizes)
@@ -152,7 +145,7 @@ def begin(
             answer = {"error": reason_of(error)}
     answer = broadcast_json(answer, group)
     if "error" in answer:
-        raise SaveFailed(save_failed(root, iteration, answer["error"]))
+        raise save_failed(root, iteration, answer["error"])
     return PendingSave(
         iteration=iteration,
         folder=Path(answer["folder"]),
@@ -231,10 +224,8 @@ def _retire(begun: PendingSave) -> tuple[list[int], list[str]]:
 
     A failed delete does not fail the save: the new checkpoint is published already.
     """
-    deleted: list[int] = []
-    warnings: list[str] = []
-    if begun.retention == KEEP_ALL:
-        return deleted, warnings
+    deleted = []
+    warnings = []
     for found in begun.retention.select_expired(published(begun.folder.parent)):
         try:
             assert found.iteration is not None, "published() returns no release"
@@ -252,7 +243,7 @@ def conclude(
     verdict = broadcast_json(verdict, group)
     assert verdict is not None
     if "error" in verdict:
-        raise SaveFailed(save_failed(begun.folder.parent, begun.iteration, verdict["error"]))
+        raise save_failed(begun.folder.parent, begun.iteration, verdict["error"])
     return SaveResult(
         Path(verdict["folder"]),
         begun.iteration,
@@ -263,7 +254,7 @@ def conclude(
 
 def load(
     folder: Path,
-    wanted: Sequence[ShardedTensor],
+    wanted: ShardedTensors,
     group: ProcessGroup | None,
     *,
     strictness: str = "raise_all",
@@ -290,7 +281,7 @@ def load(
     return agreed
 
 
-def fill(wanted: Sequence[ShardedTensor], reader: CheckpointReader, *, cast: bool = False) -> None:
+def fill(wanted: ShardedTensors, reader: CheckpointReader, *, cast: bool = False) -> None:
     """Read ``wanted`` from ``reader`` into its views, with several threads.  Not collective.
 
     Raises the error of the first tensor that fails; others may or may not be filled.
@@ -308,8 +299,8 @@ def fill(wanted: Sequence[ShardedTensor], reader: CheckpointReader, *, cast: boo
 
 
 def _plan(
-    folder: Path, wanted: Sequence[ShardedTensor], cast: bool
-) -> tuple[CheckpointReader | None, LoadReport]:
+    folder: Path, wanted: ShardedTensors, cast: bool
+) -> tuple[CheckpointReader | None, JsonObject]:
     """Open the checkpoint and compare it with ``wanted``; return the report for rank 0."""
     try:
         reader = open_reader(folder)
@@ -322,9 +313,9 @@ def _plan(
     return reader, {"problems": problems, "wanted": keys}
 
 
-def save_failed(root: Path, iteration: int, reason: str) -> str:
-    """Return the error message of `SaveFailed`."""
-    return (
+def save_failed(root: Path, iteration: int, reason: str) -> SaveFailed:
+    """Return the error of a save."""
+    return SaveFailed(
         f"the checkpoint of iteration {iteration} was not saved in {root}: {reason}; "
         "earlier checkpoints are complete"
     )
@@ -334,7 +325,7 @@ _READ_AHEAD = 4  # pieces of one rank in host memory before they are broadcast
 
 
 def _fill_shared(
-    wanted: Sequence[ShardedTensor],
+    wanted: ShardedTensors,
     reader: CheckpointReader,
     groups: Mapping[str, ProcessGroup],
     cast: bool,
@@ -345,7 +336,7 @@ def _fill_shared(
     every group.  Raises CheckpointError and OSError after the last collective, on the rank that
     cannot read.
     """
-    errors: list[Exception] = []
+    errors = []
     active = {among: group for among, group in groups.items() if group.size() > 1}
     for part in weights_then_state(wanted):
         for among, group in active.items():
@@ -364,33 +355,33 @@ def _among(tensor: ShardedTensor) -> str | None:
 
 
 def _broadcast(
-    tensors: Sequence[ShardedTensor], reader: CheckpointReader, group: ProcessGroup
+    tensors: ShardedTensors, reader: CheckpointReader, group: ProcessGroup
 ) -> list[Exception]:
     """Read this rank's share of ``tensors`` and broadcast it; return the errors of its reads."""
     errors: list[Exception] = []
 
-    def read(tensor: ShardedTensor, offset: Shape, shape: Shape) -> Tensor:
-        buffer = torch.empty(shape, dtype=reader.tensors[tensor.key].dtype)
+    def empty(tensor: ShardedTensor, piece: Piece | LazyPiece) -> Tensor:
+        return torch.empty(piece.shape, dtype=reader.tensors[tensor.key].dtype)
+
+    def read(tensor: ShardedTensor, piece: Piece | LazyPiece) -> Tensor:
+        buffer = empty(tensor, piece)
         try:
             fault_point("load.tensor")
-            reader.read_box(tensor.key, offset, buffer)
+            reader.read_box(tensor.key, piece.offset, buffer)
         except (CheckpointError, OSError) as error:
             errors.append(error)
         return buffer
 
     plan = [
-        (tensor, piece, owner)
+        (tensor, piece, owner == group.rank(), owner)
         for tensor, _, owner in assign_replicas(tensors)
         for piece in tensor.pieces
     ]
-    mine = [partial(read, t, p.offset, p.shape) for t, p, owner in plan if owner == group.rank()]
     with ThreadPoolExecutor(_READ_AHEAD) as pool:
-        buffers = _in_order(mine, pool)
-        for tensor, piece, owner in plan:
-            if owner == group.rank():
-                buffer = next(buffers)
-            else:
-                buffer = torch.empty(piece.shape, dtype=reader.tensors[tensor.key].dtype)
+        calls = [partial(read, tensor, piece) for tensor, piece, is_mine, _ in plan if is_mine]
+        buffers = _in_order(calls, pool)
+        for tensor, piece, is_mine, owner in plan:
+            buffer = next(buffers) if is_mine else empty(tensor, piece)
             sent = on_wire(buffer.reshape(-1).view(torch.uint8), group)
             dist.broadcast(sent, group=group, group_src=owner)
             values = sent.view(buffer.dtype).reshape(piece.shape)
@@ -405,9 +396,10 @@ def _copy(values: Tensor, out: Tensor) -> None:
 
 def _in_order(calls: Sequence[Callable[[], Tensor]], pool: ThreadPoolExecutor) -> Iterator[Tensor]:
     """Yield the results of ``calls`` in order, with up to `_READ_AHEAD` calls running ahead."""
-    waiting = deque(calls)
     running: deque[Future[Tensor]] = deque()
-    while waiting or running:
-        while waiting and len(running) < _READ_AHEAD:
-            running.append(pool.submit(waiting.popleft()))
-        yield running.popleft().result()
+    for call in calls:
+        running.append(pool.submit(call))
+        if len(running) == _READ_AHEAD:
+            yield running.popleft().result()
+    for future in running:
+        yield future.result()

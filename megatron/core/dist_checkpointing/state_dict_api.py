@@ -155,8 +155,7 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
 def load_content_metadata(checkpoint_dir: str | Path) -> JsonObject | None:
     """Return the ``content_metadata`` that `save` stored, or None.  Not collective."""
     with open_reader(Path(checkpoint_dir)) as reader:
-        metadata: JsonObject | None = reader.common().get(_METADATA)
-    return metadata
+        return reader.common().get(_METADATA)
 
 
 _ABSENT = object()  # marks an entry to remove from the state dict
@@ -181,10 +180,10 @@ def _write(
 ) -> tuple[JsonObject, JsonObject]:
     """Write this rank's files; return its report as JSON, and on rank 0 the common values."""
     rank = rank_in(group)
-    objects: JsonObject = {}
+    objects = {}
     tensors: dict[str, ShardedTensor] = {}
     common_tensors: dict[str, Tensor] = {}
-    common: JsonObject = {}
+    common = {}
     try:
         if not folder.is_dir():
             raise CheckpointError("this folder does not exist: make it first")

@@ -10,21 +10,15 @@ import enum
 import logging
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypedDict
 
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
-from megatron.core.parallel.collectives import (
-    JsonError,
-    broadcast_json,
-    error_as_json,
-    gather_json,
-    raise_if,
-)
+from megatron.core.parallel.collectives import gather_json, on_rank_0, raise_if
 
 logger = logging.getLogger(__name__)
 
@@ -58,34 +52,19 @@ class Differences:
     unused: tuple[str, ...] = ()  # in the checkpoint, not requested
 
 
-class LoadReport(TypedDict, total=False):
-    """One rank's report before a load: an error, or mismatches and the requested keys."""
-
-    error: JsonError
-    problems: list[str]
-    wanted: list[str]
-
-
 def agree(
     folder: Path,
-    plan: LoadReport,
+    plan: JsonObject,
     stored: Collection[str],
     group: ProcessGroup | None,
     strictness: str,
     leave_out: tuple[str, ...],
 ) -> Differences:
     """Compare over all ranks; return the permitted differences or raise on all.  Collective."""
-    plans = gather_json(plan, group)
-    found: JsonObject | None = None
-    if plans is not None:
-        try:
-            found = asdict(_differences(folder, plans, stored, strictness, leave_out))
-        except CheckpointError as error:
-            found = {"error": error_as_json(error)}
-    found = broadcast_json(found, group)
-    assert found is not None
-    raise_if(found.get("error"))
-    return Differences(tuple(found["absent"]), tuple(found["unused"]))
+    plans = gather_json(plan, group) or []
+    compare = partial(_differences, folder, plans, stored, strictness, leave_out)
+    absent, unused = on_rank_0(compare, folder, group)
+    return Differences(tuple(absent), tuple(unused))
 
 
 _PRECISION_FLAGS = {
@@ -97,54 +76,50 @@ _PRECISION_FLAGS = {
 
 def _differences(
     folder: Path,
-    plans: Sequence[LoadReport],
+    plans: Sequence[JsonObject],
     stored: Collection[str],
     strictness: str,
     leave_out: tuple[str, ...],
-) -> Differences:
+) -> tuple[list[str], list[str]]:
     """On rank 0: return the differences that ``strictness`` permits.  Raises CheckpointError."""
     for plan in plans:
         raise_if(plan.get("error"))
     problems = sorted({problem for plan in plans for problem in plan["problems"]})
     if problems:
         text = f"{folder} does not fit this run: {shorten(problems)}"
-        found = (re.search(r"has dtype (\w+) in the checkpoint", problem) for problem in problems)
-        dtypes = [match[1] for match in found if match]
-        if dtypes:
-            flag = _PRECISION_FLAGS.get(dtypes[0], f"another precision ({dtypes[0]})")
+        if found := re.search(r"has dtype (\w+) in the checkpoint", "\n".join(problems)):
+            flag = _PRECISION_FLAGS.get(found[1], f"another precision ({found[1]})")
             text += (
                 f"; the checkpoint was saved with {flag}: give this run the same precision; "
                 "--no-load-optim --load-main-params-from-ckpt converts the weights"
             )
         raise CheckpointError(text)
     requested = {key for plan in plans for key in plan["wanted"]}
-    unused = {key for key in stored if not key.startswith(leave_out)} - requested
-    differences = Differences(tuple(sorted(requested.difference(stored))), tuple(sorted(unused)))
-    _forbid(differences, strictness, folder)
-    return differences
+    absent = sorted(requested.difference(stored))
+    unused = sorted({key for key in stored if not key.startswith(leave_out)} - requested)
+    _forbid(absent, unused, strictness, folder)
+    return absent, unused
 
 
-def _forbid(differences: Differences, strictness: str, folder: Path) -> None:
+def _forbid(absent: list[str], unused: list[str], strictness: str, folder: Path) -> None:
     """Raise CheckpointError for differences that ``strictness`` forbids; log those that it logs."""
     default = strictness == StrictHandling.ASSUME_OK_UNEXPECTED.value
     on_absent, scope = ("raise", "all") if default else strictness.split("_")
-    on_unused = on_absent if scope == "all" else "ignore"
-    sentences = (
+    problems = []
+    for action, differing, sentence in (
         (
             on_absent,
-            differences.absent,
+            absent,
             "this run needs {n} tensors that it does not hold: {names}; it was made by another "
             "model (to start them from their initial values: --dist-ckpt-strictness log_all)",
         ),
         (
-            on_unused,
-            differences.unused,
+            on_absent if scope == "all" else "ignore",
+            unused,
             "it holds {n} tensors that this run does not have: {names}; it was made by "
             "another model (to leave them out: --dist-ckpt-strictness raise_unexpected)",
         ),
-    )
-    problems: list[str] = []
-    for action, differing, sentence in sentences:
+    ):
         keys = [key for key in differing if not key.endswith(AMAX_HISTORY)]
         text = f"{folder}: " + sentence.format(n=len(keys), names=shorten(keys))
         if keys and action == "raise":

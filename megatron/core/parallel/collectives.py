@@ -187,6 +187,12 @@ def all_or_none(call: Callable[[], T], where: object, group: ProcessGroup | None
     return result
 
 
+def on_rank_0(call: Callable[[], T], where: object, group: ProcessGroup | None) -> T:
+    """Return on all ranks what ``call`` returns on rank 0, or raise its error as `all_or_none`."""
+    results = all_or_none(lambda: [call()] if rank_in(group) == 0 else [], where, group)
+    return broadcast_json(results, group)[0]
+
+
 def error_as_json(error: CheckpointError | OSError) -> JsonError:
     """Convert ``error`` for sending to other ranks; an OSError becomes CheckpointDamaged."""
     is_damaged = not isinstance(error, CheckpointError) or isinstance(error, CheckpointDamaged)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import enum
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,26 +131,19 @@ SHOWN_BY_TENSORS = frozenset(
 )
 # Flags that --finetune may change: the model is trained for longer contexts.
 LEARNED_ANEW = frozenset(
-    (
-        *"rotary_base rotary_seq_len_interpolation_factor use_rope_scaling".split(),
-        *"rope_scaling_factor rope_type window_size window_attn_skip_freq".split(),
-        "window_rotary_base",
-        *"longrope_short_factor longrope_long_factor".split(),
-        *("longrope_original_max_position_embeddings", "sft_alignment", *YARN),
-    )
-)
+    "rotary_base rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
+    "rope_type window_size window_attn_skip_freq window_rotary_base longrope_short_factor "
+    "longrope_long_factor longrope_original_max_position_embeddings sft_alignment".split()
+).union(YARN)
 # Flags that any run may change; one log line reports both values.
 LOGGED = (
     *TILES,
-    *(
-        "seq_length decoder_seq_length dataloader_seq_length "
-        "max_position_embeddings attention_dropout hidden_dropout "
-        "lora_dropout bias_gelu_fusion spec pad_vocab_in_loss tokenizer_type tokenizer_model "
-        "tiktoken_pattern "
-        "vocab_extra_ids vocab_file merge_file data_path train_data_path valid_data_path "
-        "test_data_path data_args_path per_split_data_args_path split seed adam_beta1 "
-        "adam_beta2 sft_packing sft_long_conversations"
-    ).split(),
+    *"seq_length decoder_seq_length dataloader_seq_length max_position_embeddings "
+    "attention_dropout hidden_dropout lora_dropout bias_gelu_fusion spec pad_vocab_in_loss "
+    "tokenizer_type tokenizer_model tiktoken_pattern vocab_extra_ids vocab_file merge_file "
+    "data_path train_data_path valid_data_path test_data_path data_args_path "
+    "per_split_data_args_path split seed adam_beta1 adam_beta2 sft_packing "
+    "sft_long_conversations".split(),
 )
 
 
@@ -173,13 +166,17 @@ def apply_checkpoint_args(
     stored = read_content(usable(choice.found)).asked
     asked = without_code_and_paths(stored, vars(namespace))
     check_kind(asked, vars(namespace).get("model_kind"))
-    for name in _forced(namespace, asked):
-        _set(namespace, name, asked)
+    values = vars(namespace)
     # The command line may set a value with or without the prefix encoder_.
-    given = {n.removeprefix("encoder_") for n, v in vars(namespace).items() if v is not None}
-    for name in IF_UNSET:
-        if name.removeprefix("encoder_") not in given:
-            _set(namespace, name, asked)
+    given = {n.removeprefix("encoder_") for n, v in values.items() if v is not None}
+    unset = [name for name in IF_UNSET if name.removeprefix("encoder_") not in given]
+    for name in dict.fromkeys((*_forced(namespace, asked), *unset)):
+        stored_value = asked.get(name)
+        # A flag of the program is not one of the model.
+        is_settable = name in values and name not in values.get(OF_PROGRAM, ())
+        if is_settable and stored_value is not None and values[name] != stored_value:
+            print_rank_0(f"Setting {name} to {stored_value} from checkpoint")
+            values[name] = stored_value
     return asked
 
 
@@ -242,17 +239,6 @@ def _forced(namespace: argparse.Namespace, asked: Arguments) -> Iterable[str]:
         yield from FORCED_PARALLEL
 
 
-def _set(namespace: argparse.Namespace, name: str, asked: Arguments) -> None:
-    """Set ``name`` from the checkpoint, if both sides have it with different values; log it."""
-    values = vars(namespace)
-    if name not in values or asked.get(name) is None or values[name] == asked[name]:
-        return
-    if name in values.get(OF_PROGRAM, ()):  # a flag of the program, not of the model
-        return
-    print_rank_0(f"Setting {name} to {asked[name]} from checkpoint")
-    values[name] = asked[name]
-
-
 def saved_namespace(asked: Arguments) -> argparse.Namespace:
     """Return the command line of a checkpoint as the parser would return it."""
     namespace = argparse.Namespace(**vars(build_parser().parse_args([])))
@@ -295,10 +281,10 @@ class ModelDifferences:
     --finetune would accept everything that is refused.
     """
 
-    refused: tuple[str, ...]
-    shown: tuple[str, ...]
-    logged: tuple[str, ...]
-    warned: tuple[str, ...] = ()
+    refused: Sequence[str]
+    shown: Sequence[str]
+    logged: Sequence[str]
+    warned: Sequence[str] = ()
     may_finetune: bool = False
 
     def check(self, folder: Path) -> None:
@@ -329,29 +315,27 @@ def compare_models(stored: Arguments, asked: Arguments, *, is_finetuning: bool) 
             f"the command line in the checkpoint describes no model: {error}"
         ) from None
     mine = _resolved(asked, kind)
-    groups: dict[str, list[str]] = {"refused": [], "shown": [], "logged": [], "learned": []}
-    warned: list[str] = []
+    groups: dict[str, list[str]] = {"refused": [], "shown": [], "logged": [], "warned": []}
+    may_finetune = True
     for name in _compared(stored, theirs, mine):
         if _is_same(theirs[name], mine[name]) or name in following:
             continue
         flag = flags_and_defaults()[name][0]
         line = f"{name}: {theirs[name]} in the checkpoint, {mine[name]} in this run ({flag})"
+        group = "refused"
         if name == "tokenizer_type":
-            warned += [f"{line}: {_OTHER_TOKENS}"] if theirs[name] is not None else []
+            group, line = "warned", f"{line}: {_OTHER_TOKENS}"
         elif name in LOGGED:
-            groups["logged"] += [line] if theirs[name] is not None else []
+            group = "logged"
         elif name in SHOWN_BY_TENSORS:
-            groups["shown"].append(line)
-        else:
-            groups["learned" if name in LEARNED_ANEW else "refused"].append(line)
-    learned, refused = groups["learned"], groups["refused"]
-    return ModelDifferences(
-        refused=(*refused, *(() if is_finetuning else learned)),
-        shown=tuple(groups["shown"]),
-        logged=(*groups["logged"], *(learned if is_finetuning else ())),
-        warned=tuple(warned),
-        may_finetune=not refused,
-    )
+            group = "shown"
+        elif name not in LEARNED_ANEW:
+            may_finetune = False
+        elif is_finetuning:
+            group = "logged"
+        if theirs[name] is not None or name not in LOGGED:
+            groups[group].append(line)
+    return ModelDifferences(**groups, may_finetune=may_finetune)
 
 
 def _compared(stored: Arguments, theirs: Arguments, mine: Arguments) -> Iterator[str]:
@@ -385,29 +369,29 @@ def _is_read(name: str, values: Arguments) -> bool:
     kind = model_kind(values["model_kind"])
     conditions = (
         (_ROTARY, is_latent or values["position_embedding_type"] in ("rope", "mrope")),
-        (("mrope_section",), values["position_embedding_type"] == "mrope"),
+        ("mrope_section", values["position_embedding_type"] == "mrope"),
         (YARN, values["rope_type"] == "yarn"),
-        (("rope_scaling_factor",), bool(values["use_rope_scaling"])),
-        (("relative_attention_",), values["position_embedding_type"] == "relative"),
+        ("rope_scaling_factor", bool(values["use_rope_scaling"])),
+        ("relative_attention_", values["position_embedding_type"] == "relative"),
         (LATENT[1:], is_latent),
-        (tuple(each for each in EXPERTS if each != "num_experts"), is_moe),
-        (("moe_",), is_moe),
+        (EXPERTS[1:], is_moe),
+        ("moe_", is_moe),
         (("mamba_", "hybrid_"), kind.is_hybrid),
         (("hybrid_attention_ratio", "hybrid_mlp_ratio"), False),  # the pattern includes both
         (
             _OF_ATTENTION,
             not kind.is_hybrid or ATTENTION in (values["hybrid_override_pattern"] or ""),
         ),
-        (("bias_gelu_fusion",), not any(values[name] for name in _NO_PLAIN_GELU)),
+        ("bias_gelu_fusion", not any(values[name] for name in _NO_PLAIN_GELU)),
         (("decoder_num_layers", "decoder_seq_length"), kind.has_encoder),
         (("img_h", "img_w"), values["vision_model_type"] != "qwen2_vl"),
         (IMAGES, kind.reads_images or kind.classifies_images),
         ((*TILES, "dataloader_seq_length"), kind.reads_images),
-        (("num_classes",), kind.classifies_images),
+        ("num_classes", kind.classifies_images),
         (MIMO, kind.has_placeholders),
-        (("bert_binary_head",), kind.has_masked_lm_head),
-        (("lora_",), values["lora_rank"] is not None),
-        (("sft_",), bool(values["sft"])),
+        ("bert_binary_head", kind.has_masked_lm_head),
+        ("lora_", values["lora_rank"] is not None),
+        ("sft_", bool(values["sft"])),
     )
     return all(is_so for names, is_so in conditions if name.startswith(names))
 

@@ -112,7 +112,7 @@ def main_param_tensors(parts: RunParts) -> list[ShardedTensor]:
 
 def _named_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, ParamInfo, Tensor]]:
     """Yield global name, record and values; a tensor that two modules share only once."""
-    seen: set[int] = set()
+    seen = set()
     for chunk in chunks:
         kept = {without_wrappers(name) for name in chunk.state_dict(keep_vars=True)}
         buffers = ((n, b) for n, b in chunk.named_buffers() if without_wrappers(n) in kept)

@@ -130,7 +130,7 @@ class Checkpointer:
         if is_transient:
             config = transient(config)
         iteration = run.state.iteration
-        failure: SaveFailed | None = None
+        failure = None
         began_s = time.perf_counter()
         run.timers("save-checkpoint", log_level=0).start(barrier=True)
         self.wait(run)
@@ -237,7 +237,7 @@ class Checkpointer:
         For a run that continues in the same process.  Not collective.
         """
         if self.pending is not None:
-            self.pending.abandon()
+            self.pending.wait_for_threads()
         if self._worker is not None:
             self._worker.close()
 

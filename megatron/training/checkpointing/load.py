@@ -9,15 +9,13 @@ with the same result or the same error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.config.value_types import JsonObject
@@ -32,10 +30,16 @@ from megatron.core.dist_checkpointing.mapping import (
     OPTIMIZER_PREFIX,
     LazyPiece,
     ShardedTensor,
+    ShardedTensors,
     replica_groups,
 )
 from megatron.core.dist_checkpointing.serialization import load
-from megatron.core.parallel.collectives import all_or_none, broadcast_json, is_so_everywhere
+from megatron.core.parallel.collectives import (
+    all_or_none,
+    broadcast_json,
+    is_so_everywhere,
+    on_rank_0,
+)
 from megatron.core.rerun.faults import RerunMode, log
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing.base_model import (
@@ -99,7 +103,6 @@ class Loaded:
     objective_state: JsonObject | None = None  # see ObjectiveState
 
 
-T = TypeVar("T")
 _REWARD_MODEL = "reward_model"  # --reward-model
 _REWARD_HEAD = "score.weight"
 _OUTPUT_LAYER = "output_layer."  # prefix of tensors that a reward model does not have
@@ -121,19 +124,20 @@ def load_run(
     world = parts.groups.world
     if config.save is not None:
         all_or_none(partial(claim_directories, config, world.rank()), config.save, world)
-    where = f"--load {config.load} cannot be read"
     with_adapters = not is_so_everywhere(not has_adapters(parts), world)
-    start: Start | None = None
+    start = None
     if parts.optimizer is not None:
         look = partial(find_start, config, has_adapters=with_adapters)
-        start = _on_rank_0(look, f"--load {config.load} or --save {config.save}", world)
+        start = on_rank_0(look, f"--load {config.load} or --save {config.save}", world)
     own = config if start is None else continuation(config)
     loaded = _load_local(own, parts, start)
     if loaded is not None:
         return loaded
     if start is not None and start["is_continued"]:
         config = own
-    source = _on_rank_0(partial(choose_source, config), where, world)
+    source = on_rank_0(
+        partial(choose_source, config), f"--load {config.load} cannot be read", world
+    )
     if source is None:
         return None
     if parts.optimizer is not None and (line := describe_start(config, start)):
@@ -241,13 +245,13 @@ def _load_folder(
 ) -> Loaded:
     """Load one folder completely, or raise the same error on all ranks.  Collective."""
     world = parts.groups.world
-    if with_adapters and not _on_rank_0(partial(holds_adapters, folder), folder, world):
+    if with_adapters and not on_rank_0(partial(holds_adapters, folder), folder, world):
         # The folder is the base: its optimizer state and its counters belong to another run.
         check_not_overwritten(source["root"], config.save)
         config = replace(config, no_load_optim=True, no_load_rng=True)
         source = {**source, "weights_only": True}
     weights_only = source["weights_only"]
-    common = _on_rank_0(partial(_check_folder, folder, config, parts), folder, world)
+    common = on_rank_0(partial(_check_folder, folder, config, parts), folder, world)
     log_if_renamed(folder, common["iteration"])
     if (parts.asked or {}).get(_REWARD_MODEL):
         # It needs no output layer in the checkpoint, and may begin with a language model.
@@ -269,7 +273,7 @@ def _load_folder(
     if begins_reward_model:  # its head keeps its initial values
         wanted = [tensor for tensor in wanted if tensor.key != _REWARD_HEAD]
     named = base_named_in(common["args"])
-    base: BaseModel | None = None
+    base = None
     if with_adapters and named is None:  # the folder may be the base
         wanted = of_base(wanted)
     elif with_adapters and named is not None:
@@ -278,7 +282,7 @@ def _load_folder(
     elif named is not None:
         refuse_adapters(folder)
     if config.allow_missing_vision_projection_checkpoint:
-        present = _on_rank_0(partial(_projector_keys, folder), folder, world)
+        present = on_rank_0(partial(_projector_keys, folder), folder, world)
         wanted = [t for t in wanted if _PROJECTOR not in t.key or t.key in present]
     if verify_first:
         _load_tensors(config, parts, folder, explanation, [_discarding(t) for t in wanted])
@@ -291,11 +295,8 @@ def _load_folder(
             ) from error
         raise
     if config.moe_use_upcycling:
-        finish_upcycling(
-            parts.model_chunks,
-            get_model_config(parts.model_chunks[0]),
-            config.moe_upcycling_granularity,
-        )
+        model = get_model_config(parts.model_chunks[0])
+        finish_upcycling(parts.model_chunks, model, config.moe_upcycling_granularity)
     path = str(folder.resolve())
     if with_adapters and base is None:
         base = identify(parts, path)
@@ -357,7 +358,7 @@ def _load_base(
     Collective over all ranks.  Raises CheckpointError if it is not that base.
     """
     given = config.pretrained_checkpoint
-    where = _on_rank_0(partial(folder_of_base, named, given, folder), folder, parts.groups.world)
+    where = on_rank_0(partial(folder_of_base, named, given, folder), folder, parts.groups.world)
     if where is not None:
         config = replace(config, no_load_optim=True, load_main_params_from_ckpt=False)
         wanted = of_base(_wanted_tensors(config, parts))
@@ -374,21 +375,21 @@ def _load_tensors(
     parts: RunParts,
     folder: Path,
     explanation: str,
-    wanted: Sequence[ShardedTensor],
+    wanted: ShardedTensors,
 ) -> None:
     """Load ``wanted``; the error that they do not fit ends with ``explanation``.  Collective."""
+    leave_out = parts.unused
+    if not _loads_optimizer(config, parts):
+        leave_out += (OPTIMIZER_PREFIX,)
     try:
         load(
             folder,
             wanted,
             parts.groups.world,
             strictness=config.dist_ckpt_strictness,
-            leave_out=parts.unused
-            + (() if _loads_optimizer(config, parts) else (OPTIMIZER_PREFIX,)),
+            leave_out=leave_out,
             cast=bool(config.load_main_params_from_ckpt),
-            replica_groups=(
-                replica_groups(parts.groups) if config.ckpt_fully_parallel_load else None
-            ),
+            replica_groups=replica_groups(parts.groups) if config.ckpt_fully_parallel_load else {},
         )
     except CheckpointDamaged:
         raise
@@ -401,15 +402,11 @@ def _discarding(tensor: ShardedTensor) -> ShardedTensor:
 
     To load it verifies the same bytes and changes no tensor.
     """
-    pieces = [
-        LazyPiece(
-            piece.offset,
-            piece.shape,
-            partial(torch.empty, piece.shape, dtype=tensor.dtype),
-            lambda values: None,
-        )
+    empty = partial(torch.empty, dtype=tensor.dtype)
+    pieces = (
+        LazyPiece(piece.offset, piece.shape, partial(empty, piece.shape), lambda values: None)
         for piece in tensor.pieces
-    ]
+    )
     return replace(tensor, pieces=tuple(pieces))
 
 
@@ -428,12 +425,6 @@ def _check_model(parts: RunParts, common: RunContent, folder: Path, *, is_finetu
     for line in found.logged if parts.optimizer is not None else ():
         print_rank_0(f"NOTE: {line}")
     return f"; of the command line, {'; '.join(found.shown)}" if found.shown else ""
-
-
-def _on_rank_0(call: Callable[[], T], where: object, world: ProcessGroup) -> T:
-    """Return on all ranks what ``call`` returns on rank 0, or raise its error.  Collective."""
-    results = all_or_none(lambda: [call()] if world.rank() == 0 else [], where, world)
-    return broadcast_json(results, world)[0]
 
 
 def _check_folder(folder: Path, config: CheckpointConfig, parts: RunParts) -> RunContent:

@@ -23,7 +23,8 @@ import io
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -107,10 +108,11 @@ def newer_transient(
     if config.non_persistent_ckpt_type != "global" or not may_go_on(config):
         return None
     assert config.load is not None
-    newest = next((f for f in published(_root(config, config.load)) if f.manifest), None)
-    if newest is None or newest.manifest is None:
-        return None
-    return newest if newest.manifest.published_at_ns > decided_at_ns(config, choice) else None
+    for found in published(_root(config, config.load)):
+        if found.manifest is not None:
+            is_newer = found.manifest.published_at_ns > decided_at_ns(config, choice)
+            return found if is_newer else None
+    return None
 
 
 def may_go_on(config: CheckpointConfig) -> bool:
@@ -209,14 +211,14 @@ def bytes_per_node(parts: Sequence[tuple[str, int]], replication: Replication) -
 
     ``parts``: node and size of the part of each rank.
     """
-    stored = {(node, rank) for rank, (node, _) in enumerate(parts)}
-    for distance in range(1, replication.copies + 1):
-        for rank in range(len(parts)):
-            holder = (rank + distance * replication.jump) % len(parts)
-            stored.add((parts[holder][0], rank))
-    totals: dict[str, int] = {}
+    stored = {
+        (parts[(rank + distance * replication.jump) % len(parts)][0], rank)
+        for distance in range(replication.copies + 1)
+        for rank in range(len(parts))
+    }
+    totals: dict[str, int] = Counter()
     for node, rank in stored:
-        totals[node] = totals.get(node, 0) + 2 * parts[rank][1]
+        totals[node] += 2 * parts[rank][1]
     return totals
 
 
@@ -239,23 +241,19 @@ def _locked(folder: Path) -> io.FileIO:
 
 def _free_bytes(folder: Path) -> int:
     """Return the memory that parts in ``folder`` may use; its present parts count as free."""
-    used = sum(p.stat().st_blocks * 512 for p in _files(folder))
-    stats = os.statvfs(folder)
-    return used + min(stats.f_bavail * stats.f_frsize, process_memory.free_for_job())
-
-
-def _files(folder: Path) -> Iterator[Path]:
+    used = 0
     for place, _, names in os.walk(folder):
         for name in names:
-            path = Path(place, name)
-            if path.exists():  # another rank may delete old parts meanwhile
-                yield path
+            with suppress(FileNotFoundError):  # another rank may delete old parts meanwhile
+                used += Path(place, name).stat().st_blocks * 512
+    stats = os.statvfs(folder)
+    return used + min(stats.f_bavail * stats.f_frsize, process_memory.free_for_job())
 
 
 def _file_system(device: int) -> str | None:
     """Return the type of the mounted file system with this device number, None if unknown."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    types: Mapping[str, str] = {}
+    types = {}
     with suppress(OSError, ValueError):
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
         types = {line.split()[2]: line.split(" - ")[1].split()[0] for line in lines}

@@ -204,7 +204,9 @@ def check_common(common: Common, folder: Path) -> RunContent:
             for name, number in scaler.items()
         ),
         "objective_state": objective_state is None or isinstance(objective_state, dict),
-        "opt_param_scheduler": schedule is None or _are_plain(schedule),
+        "opt_param_scheduler": schedule is None
+        or isinstance(schedule, dict)
+        and all(isinstance(item, str | int | float | None) for item in schedule.values()),
     }
     for name, is_right in problems.items():
         if not is_right:
@@ -245,8 +247,3 @@ def _check_rng_state(states: JsonObject) -> None:
 def _is_number(value: object) -> TypeGuard[float]:
     is_bool = isinstance(value, bool)  # which is an int
     return isinstance(value, int | float) and not is_bool and 0 <= value < _TOO_LARGE
-
-
-def _are_plain(value: object) -> bool:
-    plain = (str, int, float, bool, type(None))
-    return isinstance(value, dict) and all(isinstance(item, plain) for item in value.values())

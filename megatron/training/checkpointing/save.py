@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,18 +40,16 @@ def save_run(
     parts: RunParts,
     counters: Mapping[str, float],
     *,
-    asked: Arguments,
-    write_config: Callable[[Path], object] | None = None,
     is_local: bool = False,
+    **values: Any,
 ) -> SaveResult:
     """Publish a checkpoint of ``counters["iteration"]`` in ``--save``.  Collective over all ranks.
 
-    `load_run` returns ``counters`` again; ``asked`` is the parsed command line, and
-    ``write_config(path)`` writes the resolved one.  ``is_local``: save by `save_local_run`.  Raises
-    SaveFailed on every rank if any rank fails: then nothing is published, earlier checkpoints are
-    complete, and training may continue.
+    `load_run` returns ``counters`` again; ``values``: see `contents_of`.  ``is_local``: save by
+    `save_local_run`.  Raises SaveFailed on every rank if any rank fails: then nothing is published,
+    earlier checkpoints are complete, and training may continue.
     """
-    contents = contents_of(config, parts, counters, asked=asked, write_config=write_config)
+    contents = contents_of(config, parts, counters, **values)
     if is_local:
         return save_local_run(config, contents, parts.groups)
     return finish_save(begin_save(config, contents, parts.groups), parts.groups)
@@ -64,8 +63,9 @@ def contents_of(
     asked: Arguments,
     write_config: Callable[[Path], object] | None = None,
 ) -> Contents:
-    """Return what this rank saves; for the arguments see `save_run`.
+    """Return what this rank saves.
 
+    ``asked`` is the parsed command line, and ``write_config(path)`` writes the resolved one.
     Collective over data-parallel ranks: completes pending parameter all-gathers first.
     """
     print_rank_0(
@@ -102,9 +102,10 @@ def announce_memory(config: CheckpointConfig, parts: RunParts) -> None:
 
 
 def _rank_state(config: CheckpointConfig, parts: RunParts) -> JsonObject | None:
-    state: JsonObject = {} if config.no_save_rng else {RNG_STATE: rng_state()}
-    rerun = None if parts.rerun is None else parts.rerun.saved_state()
-    return (state if rerun is None else {**state, RERUN_STATE: rerun}) or None
+    state = {} if config.no_save_rng else {RNG_STATE: rng_state()}
+    if parts.rerun is not None and (rerun := parts.rerun.saved_state()) is not None:
+        state[RERUN_STATE] = rerun
+    return state or None
 
 
 def begin_save(

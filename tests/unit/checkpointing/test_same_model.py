@@ -118,7 +118,7 @@ def test_another_function_is_refused(saved: str, more: str, line: str) -> None:
 def test_the_same_function_in_other_words_is_not_refused(saved: str, flags: str) -> None:
     for one, other in ((saved, flags), (flags, saved)):
         found = compared(one, other)
-        assert (found.refused, found.shown, found.logged) == ((), (), ())
+        assert (found.refused, found.shown, found.logged) == ([], [], [])
 
 
 def test_all_differences_are_in_one_message() -> None:
@@ -137,7 +137,7 @@ def test_another_alignment_of_conversations_is_another_order_of_samples() -> Non
     sft = f"{ROPE} --sft"
     split = f"{sft} --context-parallel-size 2"
     found = compared(sft, split)
-    assert found.refused == ("sft_alignment: 1 in the checkpoint, 4 in this run (--sft-alignment)",)
+    assert found.refused == ["sft_alignment: 1 in the checkpoint, 4 in this run (--sft-alignment)"]
     assert found.may_finetune
     assert not compared(sft, split, is_finetuning=True).refused
     assert not compared(f"{sft} --sft-alignment 4", split).refused
@@ -189,7 +189,7 @@ def test_what_the_tensors_show_is_left_to_them() -> None:
 def test_checkpoints_of_megatron_are_compared(tmp_path: Path, name: str) -> None:
     stored = open_checkpoint(str(unpack(tmp_path, name))).asked
     shape = "--num-layers 2 --hidden-size 32 --num-attention-heads {} --seq-length 64"
-    assert compare_models(stored, asked(shape.format(4)), is_finetuning=False).refused == ()
+    assert compare_models(stored, asked(shape.format(4)), is_finetuning=False).refused == []
     refused = compare_models(stored, asked(shape.format(8)), is_finetuning=False).refused
     assert "num_attention_heads: 4 in the checkpoint, 8 in this run" in " ".join(refused)
 
@@ -197,7 +197,7 @@ def test_checkpoints_of_megatron_are_compared(tmp_path: Path, name: str) -> None
 def test_flags_that_the_checkpoint_does_not_know_are_not_compared() -> None:
     stored = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     found = compare_models(stored, asked(f"{GPT} --norm-epsilon 1e-6"), is_finetuning=False)
-    assert found == ModelDifferences((), (), (), may_finetune=True)
+    assert found == ModelDifferences([], [], [], [], may_finetune=True)
 
 
 @pytest.mark.parametrize("value", ["x", [1], {"a": 1}, -3.5])

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.folders import (
     read_tracker,
 )
 from megatron.core.dist_checkpointing.formats import FORMATS, Contents
+from megatron.core.dist_checkpointing.manifest import FileEntry
 from megatron.core.dist_checkpointing.mapping import ParamInfo, from_param
 from megatron.core.dist_checkpointing.serialization import SaveFailed, begin, fill, load, save
 from tests.support.tiny_checkpoint import names_in, publish_model, read_all
@@ -248,7 +249,7 @@ def test_a_directory_that_cannot_be_made_is_an_error_with_its_name(tmp_path):
 
 def test_a_file_that_another_rank_reported_but_is_not_there_stops_the_publish(tmp_path):
     pending = commit.create_folder(tmp_path, 1, 0, "a")
-    entry = commit.FileEntry(3, 3, 0)
+    entry = FileEntry(3, 3, 0)
     with pytest.raises(CheckpointError, match="__1_0.safetensors is missing"):
         commit.publish(pending, {}, {"__1_0.safetensors": entry})
     assert published(tmp_path) == []

@@ -29,7 +29,7 @@ from itertools import product
 from math import prod
 from operator import floordiv
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Size, Tensor
@@ -49,7 +49,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, Te
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron.core.config.value_types import Arguments, Shape, StateDict
+from megatron.core.config.value_types import Arguments, JsonObject, Shape, StateDict
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing.formats import (
     Format,
@@ -65,10 +65,9 @@ from megatron.core.dist_checkpointing.manifest import (
     RERUN_STATE,
     RNG_STATE,
     Common,
+    FileEntries,
     FileEntry,
-    PieceEntry,
-    PlaceEntry,
-    TensorEntry,
+    TensorEntries,
     adopt_file,
     write_text,
 )
@@ -113,8 +112,6 @@ from megatron.core.dist_checkpointing.megatron_formats.torch_dist import rng_sha
 from megatron.core.dist_checkpointing.safetensors_file import dtype_name
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 
-Entry = TypeVar("Entry", bound=PlaceEntry)
-
 
 class DcpFile(DefaultSavePlanner):
     """Values of one data file, which torch's FileSystemWriter asks for when it writes them.
@@ -129,12 +126,11 @@ class DcpFile(DefaultSavePlanner):
         self._prefix = f"__{rank}_"
         self._step = step
         self._items: list[WriteItem] = []
-        self._values: list[tuple[PlaceEntry, Callable[[], object]]] = []
+        self._values: list[tuple[JsonObject, Callable[[], object]]] = []
 
-    def add(self, value: object) -> PlaceEntry:
+    def add(self, value: object) -> JsonObject:
         """Add an object other than a tensor."""
-        entry = cast(PlaceEntry, {})
-        return self._add(entry, lambda: value, WriteItemType.BYTE_IO)
+        return self._add({}, lambda: value, WriteItemType.BYTE_IO)
 
     def add_box(
         self,
@@ -142,14 +138,14 @@ class DcpFile(DefaultSavePlanner):
         shape: Sequence[int],
         dtype: torch.dtype,
         make: Callable[[], Tensor],
-    ) -> PieceEntry:
+    ) -> JsonObject:
         """Add the box of a tensor that begins at ``offset``; ``make`` computes its values."""
         size = Size(shape)
         data = TensorWriteData(
             ChunkStorageMetadata(Size(offset), size), TensorProperties(dtype), size
         )
         return self._add(
-            cast(PieceEntry, {"offset": list(offset), "shape": list(shape)}),
+            {"offset": list(offset), "shape": list(shape)},
             lambda: compact(make().to(dtype).reshape(size)),
             WriteItemType.TENSOR,
             data,
@@ -157,11 +153,11 @@ class DcpFile(DefaultSavePlanner):
 
     def _add(
         self,
-        entry: Entry,
+        entry: JsonObject,
         make: Callable[[], object],
         kind: WriteItemType,
         data: TensorWriteData | None = None,
-    ) -> Entry:
+    ) -> JsonObject:
         index = MetadataIndex(str(len(self._items)))
         self._items.append(WriteItem(index, kind, tensor_data=data))
         self._values.append((entry, make))
@@ -176,7 +172,7 @@ class DcpFile(DefaultSavePlanner):
         write_archive(buffer, value)
         return buffer
 
-    def write(self) -> dict[str, FileEntry]:
+    def write(self) -> FileEntries:
         """Write and fsync the file; return its manifest entry.  Raises OSError.
 
         The entry has the size but no checksum of the contents: each torch.save archive has its own.
@@ -189,9 +185,11 @@ class DcpFile(DefaultSavePlanner):
         for result in results:
             place = result.storage_data
             entry, _ = self._values[int(result.index.fqn)]
-            entry["file"] = place.relative_path
-            entry["start"] = place.offset
-            entry["num_bytes"] = place.length
+            entry |= {
+                "file": place.relative_path,
+                "start": place.offset,
+                "num_bytes": place.length,
+            }
         name = f"{self._prefix}0.distcp"
         fault_point("save.before_fsync", step=self._step)
         with open(self._folder / name, "rb") as file:
@@ -207,8 +205,8 @@ class _Writer(FileSystemWriter):
 
 def write_metadata(
     folder: Path,
-    tensors: Mapping[str, TensorEntry],
-    objects: Mapping[str, PlaceEntry],
+    tensors: TensorEntries,
+    objects: Mapping[str, JsonObject],
     *,
     paths: Mapping[str, Sequence[object]] | None = None,
     unflattened: Mapping[str, Sequence[int]] | None = None,
@@ -219,7 +217,7 @@ def write_metadata(
     flattened tensors (`torch_dist`), None for a plain torch checkpoint.
     """
     metadata = Metadata({}, planner_data=paths)
-    places: list[tuple[MetadataIndex, PlaceEntry]] = []
+    places: list[tuple[MetadataIndex, JsonObject]] = []
     for key, entry in tensors.items():
         pieces = entry["pieces"]
         metadata.state_dict_metadata[key] = TensorStorageMetadata(
@@ -301,7 +299,7 @@ def write_stacked_tensors(rank_save: RankSave) -> RankReport:
 
 def write_common_stacked(
     folder: Path, reports: Sequence[RankReport], common: Common
-) -> dict[str, FileEntry]:
+) -> FileEntries:
     """Write and fsync the values common to all ranks: ``.metadata``, common.pt, metadata.json."""
     tensors = merge_tensors(report.tensors for report in reports)
     objects = {key: place for report in reports for key, place in report.objects.items()}
@@ -457,7 +455,7 @@ def write_state_dict(rank_save: RankSave, *, in_halves: bool = False) -> RankRep
 
 def write_common_state(
     folder: Path, reports: Sequence[RankReport], common: Common, *, by_name: bool
-) -> dict[str, FileEntry]:
+) -> FileEntries:
     """Write and fsync the values common to all ranks, and ``.metadata``."""
     stored = merge_tensors(report.tensors for report in reports)
     for key, entry in stored.items():
@@ -469,9 +467,9 @@ def write_common_state(
     if any(reruns):
         state[RERUN_STATE] = json.dumps(reruns)
     extra = DcpFile(folder, len(reports), common["iteration"])
-    tensors: dict[str, TensorEntry] = {}
-    objects: dict[str, PlaceEntry] = {}
-    paths: dict[str, Sequence[object]] = {}
+    tensors = {}
+    objects = {}
+    paths = {}
 
     def add(path: Sequence[object], leaf: object) -> None:
         name = ".".join(map(str, path))
@@ -490,7 +488,7 @@ def write_common_state(
     return {**files, METADATA: write_metadata(folder, tensors, objects, paths=paths)}
 
 
-def _state_dict(stored: Mapping[str, TensorEntry], common: Common, *, by_name: bool) -> StateDict:
+def _state_dict(stored: TensorEntries, common: Common, *, by_name: bool) -> StateDict:
     """Return the nested state dict, with `_Stored` for the ranks' tensors.
 
     ``by_name``: that of ``fsdp_dtensor``, else of ``torch_dcp``.
@@ -522,8 +520,8 @@ def _state_dict(stored: Mapping[str, TensorEntry], common: Common, *, by_name: b
         return state
     step = torch.tensor(float(common["optimizer"]["step"]))
     groups = {sort_of(group): group for group in param_groups(common)}
-    of_param: dict[str, dict[str, Tensor | _Stored]] = {}
-    meta: dict[str, StateDict] = {}
+    of_param = {}
+    meta = {}
     for local, name, num_dims in params:
         inside = f"module.module.module.{local}"
         keys = {theirs: f"{STATE_PREFIX}{kind}.{name}" for kind, theirs in _KINDS.items()}

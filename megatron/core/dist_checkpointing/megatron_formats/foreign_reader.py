@@ -94,7 +94,7 @@ class ForeignReader(CheckpointReader):
     def rank_state(self, rank: int) -> JsonObject | None:
         if not self.manifest.layout.get("dense"):
             return None
-        found: JsonObject = {}
+        found = {}
         with parsing(self.folder):
             if (state := self._rng_state(rank)) is not None:
                 found[RNG_STATE] = rng_state_of(state)

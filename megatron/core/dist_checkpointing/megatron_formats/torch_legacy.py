@@ -49,7 +49,7 @@ from megatron.core.dist_checkpointing.manifest import (
     RERUN_STATE,
     RNG_STATE,
     Common,
-    FileEntry,
+    FileEntries,
     Manifest,
     fsync_folder,
     parsing,
@@ -186,7 +186,7 @@ class TorchLegacyReader(ForeignReader):
 
     def _load_ranks(self) -> dict[Rank, StateDict]:
         """Return the contents of the file of each rank."""
-        ranks: dict[Rank, StateDict] = {}
+        ranks = {}
         for path in sorted(self.folder.glob("mp_rank_*")):
             found = _FOLDER.fullmatch(path.name)
             if found is None:
@@ -318,9 +318,7 @@ def write_rank_files(rank_save: RankSave) -> RankReport:
     return RankReport(objects=asdict(report))
 
 
-def write_common_files(
-    folder: Path, reports: Sequence[RankReport], common: Common
-) -> dict[str, FileEntry]:
+def write_common_files(folder: Path, reports: Sequence[RankReport], common: Common) -> FileEntries:
     """Convert the files of all ranks to format torch, and delete them."""
     parts = folder / _PARTS
     reports = [RankReport.from_json(report.objects) for report in reports]
