@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.training.conversion.family import Config
 
 
 def as_lazy(tensors: Mapping[str, Tensor]) -> dict[str, LazyTensor]:
@@ -33,6 +33,11 @@ def as_lazy(tensors: Mapping[str, Tensor]) -> dict[str, LazyTensor]:
 def zeros(name: str, shape: Sequence[int], dtype: torch.dtype) -> LazyTensor:
     """Return a tensor of zeros."""
     return LazyTensor(name, dtype, tuple(shape), partial(torch.zeros, shape, dtype=dtype))
+
+
+def reshaped(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
+    """Return a tensor with another shape."""
+    return replace(tensor, shape=shape, make=lambda: tensor.make().reshape(shape))
 
 
 def first_rows(tensor: LazyTensor, count: int) -> LazyTensor:
@@ -135,7 +140,9 @@ _EXPONENT_OF_ONE = 127
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def plain_numbers(weights: Mapping[str, LazyTensor], config: Config) -> dict[str, LazyTensor]:
+def plain_numbers(
+    weights: Mapping[str, LazyTensor], config: Mapping[str, Any]
+) -> dict[str, LazyTensor]:
     """Return `unstacked` ``weights``, quantized ones as bf16 tensors that are dequantized on use.
 
     Raises CheckpointError for another quantization, and if weights and scales do not match.

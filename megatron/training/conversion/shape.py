@@ -167,9 +167,8 @@ class ModelShape:
         if self.expert_layers and all(self.expert_layers) and self.moe_ffn_hidden_size:
             fill(self, "ffn_hidden_size", self.moe_ffn_hidden_size)
         if self.moe_router_num_groups == self.moe_router_group_topk:  # all groups are chosen
-            fill(self, "moe_router_num_groups", None)
-            fill(self, "moe_router_group_topk", None)
-            fill(self, "moe_router_group_score_topk", None)
+            for name in ("num_groups", "group_topk", "group_score_topk"):
+                fill(self, f"moe_router_{name}", None)
         elif self.moe_router_topk == (
             (self.moe_router_group_score_topk or 0) * (self.moe_router_group_topk or 0)
         ):
@@ -188,14 +187,14 @@ class ModelShape:
     @cached_property
     def dims(self) -> dict[str, int]:
         """Sizes that tensor shapes are made of, by the letters of `tensors`."""
+        size = {name: value or 0 for name, value in vars(self).items()}
         heads, halves = self.num_attention_heads, 2 if self.is_gated else 1
         query, key = heads * self.kv_channels, self.num_query_groups * self.kv_channels
-        expert = self.moe_ffn_hidden_size or 0
-        shared = self.moe_shared_expert_intermediate_size or 0
-        latent, value = self.kv_lora_rank or 0, self.v_head_dim or 0
-        mixers = self.mamba_num_heads or 0
-        inner = mixers * (self.mamba_head_dim or 0)
-        convolved = inner + 2 * (self.mamba_num_groups or 0) * (self.mamba_state_dim or 0)
+        expert, shared = size["moe_ffn_hidden_size"], size["moe_shared_expert_intermediate_size"]
+        latent, value = size["kv_lora_rank"], size["v_head_dim"]
+        mixers = size["mamba_num_heads"]
+        inner = mixers * size["mamba_head_dim"]
+        convolved = inner + 2 * size["mamba_num_groups"] * size["mamba_state_dim"]
         return {
             "v": self.vocab_size,
             "p": self.max_position_embeddings,
@@ -208,18 +207,18 @@ class ModelShape:
             "hh": 2 * self.hidden_size,
             "f": self.ffn_hidden_size,
             "F": self.ffn_hidden_size * halves,
-            "e": self.num_experts or 0,
+            "e": size["num_experts"],
             "x": expert,
             "X": expert * halves,
             "s": shared,
             "S": shared * halves,
-            "lq": self.q_lora_rank or 0,
+            "lq": size["q_lora_rank"],
             "lk": latent,
-            "lkr": latent + (self.qk_pos_emb_head_dim or 0),
-            "kv": heads * ((self.qk_head_dim or 0) + value),
+            "lkr": latent + size["qk_pos_emb_head_dim"],
+            "kv": heads * (size["qk_head_dim"] + value),
             "o": heads * value,
             "2k": 2 * key,
-            "b": self.relative_attention_num_buckets or 0,
+            "b": size["relative_attention_num_buckets"],
             **{"m": mixers, "i": inner, "c": convolved, "z": inner + convolved + mixers, "w": 4},
         }
 
@@ -249,7 +248,10 @@ def shape_of(config: RunConfig, vocab_size: int) -> ModelShape:
         "is_gated": m.gated_linear_unit,
         "add_qkv_bias": m.add_bias_linear or m.add_qkv_bias,
         "rope_scaling_factor": lm.rope_scaling_factor if lm.use_rope_scaling else None,
-        "windows": tuple(_window(m, layer) for layer in range(m.num_layers)),
+        "windows": tuple(
+            window[0] if (window := window_of_layer(m, layer)) and window[0] >= 0 else None
+            for layer in range(m.num_layers)
+        ),
         "qk_norm": "wide" if m.qk_layernorm_full_width else heads,
         "softmax_scale": m.kv_channels**-0.5 if m.softmax_scale is None else m.softmax_scale,
         "embedding_scale": _scale(m.embedding_scale, math.sqrt(m.hidden_size)),
@@ -350,11 +352,6 @@ def _activation(m: TransformerConfig) -> str:
         **{squared_relu: "squared_relu", quick_gelu: "quick_gelu"},
     }
     return names[m.activation_func]
-
-
-def _window(m: TransformerConfig, layer: int) -> int | None:
-    window = window_of_layer(m, layer)
-    return None if window is None or window[0] < 0 else window[0]
 
 
 def _others(config: RunConfig) -> Iterator[str]:

@@ -33,7 +33,12 @@ from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf_folder
 from megatron.training.conversion.lazy import first_rows
 from megatron.training.models.registry import model_kind
-from megatron.training.tokenizer import TokenizerSpec, create_tokenizer, pad_vocab_size
+from megatron.training.tokenizer import (
+    MegatronTokenizer,
+    TokenizerSpec,
+    create_tokenizer,
+    pad_vocab_size,
+)
 
 HF = "hf"
 PEFT = "peft"
@@ -191,9 +196,9 @@ def with_changes(stored: Arguments, changes: Arguments, say: Callable[[str], Non
 
 
 def layout_of(args: Arguments) -> dict[str, int]:
-    axes = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
-    names = {axis: f"{word}_model_parallel_size" for axis, word in axes.items()}
-    return {axis: args[name] for axis, name in names.items() if name in args}
+    words = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
+    sizes = {axis: args.get(f"{word}_model_parallel_size") for axis, word in words.items()}
+    return {axis: size for axis, size in sizes.items() if size is not None}
 
 
 def config_beside(source: Source) -> JsonObject:
@@ -218,10 +223,10 @@ def vocab_size_of(source: Source, wanted: ConversionRequest) -> int:
         return rows
     if args.get(TRUE_VOCAB_SIZE):
         return min(int(args[TRUE_VOCAB_SIZE]), rows)
-    try:
-        tokens = create_tokenizer(TokenizerSpec.of(argparse.Namespace(**args))).vocab_size
-    except (MegatronError, OSError):  # its files may be on another machine
+    tokenizer = _tokenizer(TokenizerSpec.of(argparse.Namespace(**args)))
+    if tokenizer is None:
         return rows
+    tokens = tokenizer.vocab_size
     multiple = args["make_vocab_size_divisible_by"]
     tp = args["tensor_model_parallel_size"]
     return tokens if pad_vocab_size(tokens, multiple, tp) == rows else rows
@@ -251,14 +256,17 @@ def embedding_of(tensors: Mapping[str, LazyTensor]) -> LazyTensor:
 def special_ids(config: RunConfig) -> dict[str, int | None]:
     """Return the tokenizer's bos, eos and pad ids under config.json's names; None if unknown."""
     spec = TokenizerSpec.of(config.tokenizer)
-    ids: dict[str, int | None] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    if spec.tokenizer_type in (None, "NullTokenizer"):
-        return ids
+    names = ("bos", "eos", "pad")
+    spec = TokenizerSpec.of(config.tokenizer)
+    tokenizer = None if spec.tokenizer_type in (None, "NullTokenizer") else _tokenizer(spec)
+    return {f"{name}_token_id": tokenizer.id_of(name) if tokenizer else None for name in names}
+
+
+def _tokenizer(spec: TokenizerSpec) -> MegatronTokenizer | None:
     try:
-        tokenizer = create_tokenizer(spec)
+        return create_tokenizer(spec)
     except (MegatronError, OSError):  # its files may be on another machine
-        return ids
-    return {name: tokenizer.id_of(name.removesuffix("_token_id")) for name in ids}
+        return None
 
 
 def image_token(config: RunConfig) -> int:

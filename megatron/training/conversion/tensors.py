@@ -23,7 +23,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.conversion.lazy import shared_parts
 from megatron.training.conversion.shape import ModelShape
 
 AHEAD = "mtp.layers.{}."  # multi-token prediction layers
@@ -44,11 +46,6 @@ class Rule:
     is_qkv: bool = False
     transposed: bool = False
     by_turns: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether ours is the concatenation of theirs."""
-        return not (self.is_qkv or self.transposed or self.by_turns)
 
     def to_ours(self, parts: Sequence[Tensor], shape: Heads) -> Tensor:
         """Convert their tensors, in the order of ``theirs``, to ours."""
@@ -76,6 +73,16 @@ class Rule:
         elif len(self.theirs) > 1:
             parts = ours.chunk(len(self.theirs))
         return [part.t() if self.transposed else part for part in parts]
+
+    def split(self, ours: LazyTensor, shape: Heads) -> list[LazyTensor]:
+        """Return the tensors that `to_theirs` makes of ``ours`` once they are used, in order."""
+        like = torch.empty(ours.shape, dtype=ours.dtype, device=torch.device("meta"))
+        sizes = [tuple(part.shape) for part in self.to_theirs(like, shape)]
+        makes = shared_parts(lambda: self.to_theirs(ours.make(), shape), len(sizes))
+        return [
+            LazyTensor(name, ours.dtype, size, make)
+            for name, size, make in zip(self.theirs, sizes, makes, strict=True)
+        ]
 
 
 # Part of a model -> its tensors: name, shape, and the `_facts` that a model with it has.

@@ -25,7 +25,7 @@ from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.conversion.family import Config, Names, named_rule
-from megatron.training.conversion.lazy import shared_parts
+from megatron.training.conversion.lazy import reshaped
 from megatron.training.conversion.tensors import Rule
 from megatron.training.conversion.verify import groups_of_one_rank
 
@@ -304,20 +304,21 @@ def import_encoder(
         used.update(rule.theirs)
         absent = family.absent(rule.theirs, config)
         parts = [weights.get(each) for each in rule.theirs]
-        shapes = [tuple(t.shape) for t in rule.to_theirs(_meta(param), model.config)]
-        for each, part, shape in zip(rule.theirs, parts, shapes, strict=True):
-            if part is None and each not in absent:
-                raise CheckpointError(f"the encoder has no tensor {each}")
-            if part is not None and math.prod(part.shape) != math.prod(shape):
+        size = tuple(param.shape)
+        like = LazyTensor(name, param.dtype, size, param.detach)
+        for part, wanted in zip(parts, rule.split(like, model.config), strict=True):
+            if part is None and wanted.name not in absent:
+                raise CheckpointError(f"the encoder has no tensor {wanted.name}")
+            if part is not None and math.prod(part.shape) != math.prod(wanted.shape):
                 raise CheckpointError(
-                    f"{part.name} has shape {part.shape}, which does not fit {name} of shape "
-                    f"{tuple(param.shape)}"
+                    f"{part.name} has shape {part.shape}, which does not fit {name} of shape {size}"
                 )
         dtype = next((part.dtype for part in parts if part is not None), param.dtype)
         blank = partial(torch.zeros, model.config.hidden_size, dtype=dtype)  # of a bias
         makes = [blank if part is None else part.make for part in parts]
-        make = partial(_joined, makes, rule, model.config, tuple(param.shape))
-        found[name] = LazyTensor(name, dtype, tuple(param.shape), make)
+        found[name] = LazyTensor(
+            name, dtype, size, partial(_joined, makes, rule, model.config, size)
+        )
     left = [n for n in weights if n not in used and not n.startswith(family.ignored)]
     if left:
         raise CheckpointError(f"{left[0]} has no counterpart in a {family.subtype} encoder")
@@ -345,26 +346,12 @@ def export_encoder(
     for name, tensor in tensors.items():
         rule = family.rule(name)
         absent = family.absent(rule.theirs, config)
-        shapes = [t.shape for t in rule.to_theirs(_meta(tensor), model.config)]
-        makes = shared_parts(partial(_parts, tensor, rule, model.config), len(shapes))
-        for each, shape, make in zip(rule.theirs, shapes, makes, strict=True):
-            if each not in absent:
-                out.append(LazyTensor(each, tensor.dtype, _SHAPES.get(each, tuple)(shape), make))
-            elif make().any():
-                raise CheckpointError(f"{name} is not zero, and their model has no {each}")
+        for part in rule.split(tensor, model.config):
+            if part.name not in absent:
+                out.append(reshaped(part, _SHAPES.get(part.name, tuple)(part.shape)))
+            elif part.make().any():
+                raise CheckpointError(f"{name} is not zero, and their model has no {part.name}")
     return out
-
-
-def _parts(tensor: LazyTensor, rule: Rule, config: TransformerConfig) -> list[Tensor]:
-    parts = rule.to_theirs(tensor.make(), config)
-    return [
-        part.reshape(_SHAPES.get(name, tuple)(part.shape)).contiguous()
-        for name, part in zip(rule.theirs, parts, strict=True)
-    ]
-
-
-def _meta(tensor: Tensor | LazyTensor) -> Tensor:
-    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=torch.device("meta"))
 
 
 def family_of(config: Config) -> EncoderFamily:

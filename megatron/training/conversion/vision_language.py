@@ -17,7 +17,7 @@ from megatron.core.models.vision.kinds import KINDS
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf
 from megatron.training.conversion.family import Config, Family
-from megatron.training.conversion.lazy import zeros
+from megatron.training.conversion.lazy import reshaped, zeros
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.source import image_token
 from megatron.training.conversion.vision import (
@@ -489,7 +489,7 @@ def import_tensors(
                 f"the weights have no {theirs}, which a {shape.family.architecture} needs"
             )
         tensor = left.pop(theirs)
-        out[ours] = _with_shape(tensor, (1, *tensor.shape)) if ours == _NEWLINE else tensor
+        out[ours] = reshaped(tensor, (1, *tensor.shape)) if ours == _NEWLINE else tensor
     if left:
         raise CheckpointError(f"{next(iter(left))} has no place in a {shape.family.architecture}")
     return {name: replace(tensor, name=name) for name, tensor in out.items()}
@@ -539,12 +539,8 @@ def export_tensors(
         )
     for ours, theirs in names.items():
         tensor = replace(tensors[ours], name=theirs)
-        out.append(_with_shape(tensor, tensor.shape[1:]) if ours == _NEWLINE else tensor)
+        out.append(reshaped(tensor, tensor.shape[1:]) if ours == _NEWLINE else tensor)
     return out
-
-
-def _with_shape(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
-    return replace(tensor, shape=shape, make=lambda: tensor.make().reshape(shape))
 
 
 def with_attention_bias(config: Config, tensors: Mapping[str, LazyTensor]) -> JsonObject:

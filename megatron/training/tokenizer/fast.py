@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
@@ -162,30 +162,27 @@ def token_bytes(tokenizer: MegatronTokenizer) -> list[bytes | None] | None:
         return None  # it reads numbers only
     special = {tokenizer.id_of(role) for role in _ROLES}
     special |= {tokenizer.vocab.get(token) for token in tokenizer.appended_tokens()}
-    bytes_of = _reader(tokenizer)
-    found = [None if i in special else bytes_of(i) for i in range(tokenizer.vocab_size)]
+    if isinstance(tokenizer, CustomTikTokenizer):
+        every: dict[int, bytes] = {i: tokenizer.bytes_of(i) for i in tokenizer.inv_vocab}
+    else:
+        every = _bytes_of_names(tokenizer.inv_vocab)
+    found = [None if i in special else every.get(i) for i in range(tokenizer.vocab_size)]
     ids = [i for i in probe if i not in special]
     text = b"".join(found[i] or b"" for i in ids).decode(errors="replace")
     return found if text.strip() == _PROBE.strip() else None
 
 
-def _reader(tokenizer: MegatronTokenizer) -> Callable[[int], bytes | None]:
-    if isinstance(tokenizer, CustomTikTokenizer):
-        return tokenizer.bytes_of
-    names = tokenizer.inv_vocab
+def _bytes_of_names(names: Mapping[int, str]) -> dict[int, bytes]:
+    """Return the bytes that the names of tokens stand for."""
     table = byte_of_character()
-    is_byte_level = any("\u0120" in name for name in names.values())  # its sign for a space
-
-    def bytes_of(index: int) -> bytes | None:
-        name = names.get(index)
-        if name is None:
-            return None
-        if is_byte_level:
-            return bytes(map(table.__getitem__, name)) if table.keys() >= set(name) else None
+    if any("\u0120" in name for name in names.values()):  # the sign for a space of a byte-level BPE
+        known = {i: name for i, name in names.items() if table.keys() >= set(name)}
+        return {i: bytes(map(table.__getitem__, name)) for i, name in known.items()}
+    found = {}
+    for i, name in names.items():
         byte = _BYTE.fullmatch(name)
-        return bytes.fromhex(byte[1]) if byte else name.replace(_SPACE, " ").encode()
-
-    return bytes_of
+        found[i] = bytes.fromhex(byte[1]) if byte else name.replace(_SPACE, " ").encode()
+    return found
 
 
 def byte_of_character() -> dict[str, int]:

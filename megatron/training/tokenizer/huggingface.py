@@ -136,19 +136,12 @@ def _local_files(path: str) -> tuple[str | None, JsonObject]:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
             with open(os.path.join(directory, name), encoding="utf-8") as config_file:
-                config |= _json_object(config_file.read())
+                config |= dict(json.load(config_file).items())
         except FileNotFoundError:
             continue
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, AttributeError) as error:  # also a list or a number
             raise ConfigError(f"{directory}/{name} is no JSON: {error}; fetch it again") from error
     return file, config
-
-
-def _json_object(text: str) -> JsonObject:
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise ValueError(f"it is a {type(found).__name__}, not an object")
-    return found
 
 
 def _is_plain(config: JsonObject) -> bool:
@@ -183,6 +176,9 @@ def load_wrapper(path: str, options: Mapping[str, object]) -> Any:
 
 def _tokens_of(config: JsonObject, library: Any) -> dict[str, int]:
     """Return role -> id, from tokenizer_config.json; without this file, EOS by a common name."""
+    if not config:
+        found = [i for i in map(library.token_to_id, _COMMON_ENDS) if i is not None]
+        return {"eos": found[0]} if found else {}
     tokens: dict[str, int] = {}
     for role in _ROLES:
         named = config.get(f"{role}_token")
@@ -190,8 +186,4 @@ def _tokens_of(config: JsonObject, library: Any) -> dict[str, int]:
         index = library.token_to_id(content) if content and isinstance(content, str) else None
         if index is not None:
             tokens[role] = index
-    if "eos" not in tokens and not config:
-        common = [library.token_to_id(token) for token in _COMMON_ENDS]
-        found = [index for index in common if index is not None]
-        return {"eos": found[0]} if found else {}
     return tokens

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import index
+from pathlib import Path
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.optional import require
@@ -157,9 +158,15 @@ def _special_tokens(special_tokens: Sequence[str] | None, count: int) -> tuple[s
 def _read_ranks(path: str, count: int) -> dict[bytes, int]:
     """Return token -> rank for the first ``count`` ranks of the file.  Raises ConfigError."""
     try:
-        with open(path, "rb") as file:
-            content = file.read()
-        tokens = _parse_ranks(content)
+        content = Path(path).read_bytes()
+        if content.lstrip()[:1] in (b"[", b"{"):
+            entries = json.loads(content)
+            entries = entries["vocab"] if isinstance(entries, dict) else entries
+            found = {index(e["rank"]): e["token_bytes"] for e in entries}
+        else:
+            lines = (line.split() for line in content.splitlines() if line)
+            found = {int(rank): token for token, rank in lines}
+        tokens = {rank: base64.b64decode(token) for rank, token in found.items()}
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"--tokenizer-model {path}: {error!r}; it must be a JSON list of rank and "
@@ -174,15 +181,6 @@ def _read_ranks(path: str, count: int) -> dict[bytes, int]:
             f"{count - 1}; ranks must follow each other and begin with the 256 bytes"
         )
     return ranks
-
-
-def _parse_ranks(content: bytes) -> dict[int, bytes]:
-    if content.lstrip()[:1] in (b"[", b"{"):
-        entries = json.loads(content)
-        entries = entries["vocab"] if isinstance(entries, dict) else entries
-        return {index(e["rank"]): base64.b64decode(e["token_bytes"]) for e in entries}
-    lines = (line.split() for line in content.splitlines() if line)
-    return {int(rank): base64.b64decode(token) for token, rank in lines}
 
 
 def _readable(token: bytes) -> str:

@@ -393,7 +393,7 @@ def test_the_command_line_of_the_reference(
         ("--checkpoint-type meta", "Meta's own files are not read"),
         ("--target-expert-parallel-size 2", "--expert-model-parallel-size 2 needs --num-experts"),
         ("--tensor-parallel 3", "--num-attention-heads 4 cannot be split over"),
-        ("--format hf --family opt", "--family opt: the families here are"),
+        ("--format hf --family opt", "--family opt: the families of a gpt are"),
         ("--format hf --family gemma", "the nearest, GemmaForCausalLM has no apply_layernorm_1p"),
     ],
 )

@@ -91,11 +91,6 @@ def tied(default: bool) -> Field:
     return same("tie_word_embeddings", "is_tied", default, bool)
 
 
-def norm(default: float) -> Field:
-    """Convert the epsilon of RMSNorm."""
-    return same("rms_norm_eps", "norm_epsilon", default)
-
-
 def rope_of(config: Config) -> JsonObject:
     """Return config.json merged with its RoPE entries, which take precedence.
 

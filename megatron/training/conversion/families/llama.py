@@ -14,7 +14,6 @@ from megatron.training.conversion.families.fields import (
     TWO_ROPES,
     activation,
     demand,
-    norm,
     same,
     tied,
     windows,
@@ -65,7 +64,7 @@ def llama_like(
     return Family(
         model_type=model_type,
         architecture=f"{name}ForCausalLM",
-        fields=(*LLAMA_FIELDS, norm(epsilon), *fields),
+        fields=(*LLAMA_FIELDS, same("rms_norm_eps", "norm_epsilon", epsilon), *fields),
         outside=LLAMA_OUTSIDE,
         layer={**LAYER, **(layer or {})},
         always=always or {},
