@@ -149,7 +149,11 @@ def bench_fetch(directory: str, sequence_length: int) -> None:
     random = np.random.default_rng(0)
     lengths = random.integers(100, 900, 200_000)
     builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
-    builder.add_documents(random.integers(1, 65_000, lengths.sum(), dtype=np.uint16), lengths)
+    builder.add_documents(
+        random.integers(1, 65_000, lengths.sum(), dtype=np.uint16),
+        lengths,
+        np.ones(len(lengths), np.int64),
+    )
     builder.finalize(prefix + ".idx")
     resets = {"reset_position_ids": True, "eod_mask_loss": True}
     for what, options, more in (

@@ -58,9 +58,7 @@ class TileArrangement:
     def _without_padding(self, grid: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         rows, columns = grid.shape
         if self.width / self.height > columns / rows:  # the image is wider than the grid
-            kept = int(round(self.height * (columns / self.width), 7))
-            padding = (rows - kept) // 2
+            padding = (rows - int(round(self.height * (columns / self.width), 7))) // 2
             return grid[padding : rows - padding]
-        kept = int(round(self.width * (rows / self.height), 7))
-        padding = (columns - kept) // 2
+        padding = (columns - int(round(self.width * (rows / self.height), 7))) // 2
         return grid[:, padding : columns - padding]

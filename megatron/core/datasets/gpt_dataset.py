@@ -18,7 +18,8 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -107,16 +108,36 @@ class SampleRequest:
         """Tokens that a sample reads beyond its length: 1 if it includes the label of the last."""
         return int(self.add_extra_token_to_sequence)
 
+    @cached_property
+    def tokens_per_epoch(self) -> int:
+        """Number of tokens in the sequences ``indices``."""
+        if not len(self.indices):
+            return 0
+        first, last = int(self.indices[0]), int(self.indices[-1])
+        is_range = last - first + 1 == len(self.indices)  # as the builder makes it: no copy
+        lengths = self.sequence_lengths[slice(first, last + 1) if is_range else self.indices]
+        return int(lengths.sum(dtype=np.int64))
 
-@dataclass(frozen=True)
-class GPTIndices:
-    """The three index arrays of the module docstring, and the epochs that they cover."""
+    @property
+    def num_epochs(self) -> int:
+        """Number of epochs that give ``num_samples``.  Raises DataError without tokens."""
+        if self.tokens_per_epoch == 0:
+            raise DataError(
+                f"{self.source} holds no tokens ({len(self.indices)} sequences, all empty): "
+                "give it more data or a larger share in --split"
+            )
+        if self.num_samples is None:
+            return 1
+        wanted = self.num_samples * self.sequence_length + self.extra
+        return max(1, -(-wanted // self.tokens_per_epoch))
+
+
+class GPTIndices(NamedTuple):
+    """The three index arrays of the module docstring."""
 
     document_index: np.ndarray
     sample_index: np.ndarray
     shuffle_index: np.ndarray
-    num_epochs: int
-    tokens_per_epoch: int
 
 
 def build_indices(request: SampleRequest) -> GPTIndices:
@@ -124,8 +145,8 @@ def build_indices(request: SampleRequest) -> GPTIndices:
 
     Raises DataError if the split has no tokens, or too few for one sample.
     """
-    tokens_per_epoch = count_tokens(request.sequence_lengths, request.indices)
-    num_epochs = _num_epochs(request, tokens_per_epoch)
+    tokens_per_epoch = request.tokens_per_epoch
+    num_epochs = request.num_epochs
     samples_before_last = 0
     is_last_apart = False  # whether the last epoch is shuffled separately
     if num_epochs > 1 and request.num_samples is not None:
@@ -157,29 +178,7 @@ def build_indices(request: SampleRequest) -> GPTIndices:
     shuffle_index = np.arange(num_samples, dtype=np.uint32 if fits else np.int64)
     num_before = samples_before_last if is_last_apart else num_samples
     _shuffle_parts(shuffle_index, num_before, random_state)
-    return GPTIndices(document_index, sample_index, shuffle_index, num_epochs, tokens_per_epoch)
-
-
-def count_tokens(sequence_lengths: np.ndarray, indices: np.ndarray) -> int:
-    """Return the number of tokens in the sequences ``indices``."""
-    if len(indices) == 0:
-        return 0
-    first, last = int(indices[0]), int(indices[-1])
-    is_range = last - first + 1 == len(indices)  # as the builder makes it: no copy
-    lengths = sequence_lengths[first : last + 1] if is_range else sequence_lengths[indices]
-    return int(lengths.sum(dtype=np.int64))
-
-
-def _num_epochs(request: SampleRequest, tokens_per_epoch: int) -> int:
-    if tokens_per_epoch == 0:
-        raise DataError(
-            f"{request.source} holds no tokens ({len(request.indices)} sequences, all empty): "
-            "give it more data or a larger share in --split"
-        )
-    if request.num_samples is None:
-        return 1
-    wanted = request.num_samples * request.sequence_length + request.extra
-    return max(1, -(-wanted // tokens_per_epoch))
+    return GPTIndices(document_index, sample_index, shuffle_index)
 
 
 def _shuffle_parts(values: np.ndarray, cut: int, random_state: np.random.RandomState) -> None:
@@ -187,43 +186,6 @@ def _shuffle_parts(values: np.ndarray, cut: int, random_state: np.random.RandomS
     helpers.shuffle(values[:cut], random_state)
     if cut < len(values):
         helpers.shuffle(values[cut:], random_state)
-
-
-def load_or_build_indices(request: SampleRequest, path_prefix: str, description: str) -> GPTIndices:
-    """Load the arrays from ``path_prefix-*``; if they are missing, one process builds them.
-
-    Files that are damaged or that belong to other data are rebuilt.  Not a collective.
-    """
-    tokens_per_epoch = count_tokens(request.sequence_lengths, request.indices)
-
-    def build() -> list[np.ndarray]:
-        started_at_s = time.perf_counter()
-        built = build_indices(request)
-        elapsed_s = time.perf_counter() - started_at_s
-        logger.info("built the index of %s in %.2f s", request.source, elapsed_s)
-        return [getattr(built, name) for name in _ARRAYS]
-
-    def fits(documents: np.ndarray, samples: np.ndarray, shuffle: np.ndarray) -> bool:
-        """Compare lengths, and the tokens of a few samples: the cost does not grow with data."""
-        num_epochs = _num_epochs(request, tokens_per_epoch)
-        num_tokens = num_epochs * tokens_per_epoch - request.extra
-        num_full, rest = divmod(num_tokens, request.sequence_length)
-        is_cut = not request.drop_last_partial_sequence and rest > 0
-        return (
-            len(documents) == num_epochs * len(request.indices)
-            and len(shuffle) == num_full + is_cut
-            and all(
-                _spans_one_sample(documents, samples[n : n + 2].tolist(), request)
-                for n in np.linspace(0, num_full - 1, min(num_full, _CHECKED_SAMPLES), dtype=int)
-            )
-        )
-
-    documents, samples, shuffle = cached_arrays(path_prefix, description, _ARRAYS, build, fits)
-    num_epochs = len(documents) // len(request.indices)
-    return GPTIndices(documents, samples, shuffle, num_epochs, tokens_per_epoch)
-
-
-_ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
 
 def _spans_one_sample(
@@ -397,17 +359,41 @@ class GPTDataset(MegatronDataset):
             drop_last_partial_sequence=drops,
             add_extra_token_to_sequence=config.add_extra_token_to_sequence,
         )
-        built = load_or_build_indices(
-            request, self._cache_prefix(self.index_split.name), self.unique_description
+
+        def build() -> GPTIndices:
+            started_at_s = time.perf_counter()
+            built = build_indices(request)
+            elapsed_s = time.perf_counter() - started_at_s
+            logger.info("built the index of %s in %.2f s", request.source, elapsed_s)
+            return built
+
+        def fits(documents: np.ndarray, samples: np.ndarray, shuffle: np.ndarray) -> bool:
+            """Compare lengths, and a few samples: the cost does not grow with the data."""
+            num_tokens = request.num_epochs * request.tokens_per_epoch - request.extra
+            num_full, rest = divmod(num_tokens, request.sequence_length)
+            checked = np.linspace(0, num_full - 1, min(num_full, _CHECKED_SAMPLES), dtype=int)
+            return (
+                len(documents) == request.num_epochs * len(request.indices)
+                and len(shuffle) == num_full + (rest > 0 and not drops)
+                and all(
+                    _spans_one_sample(documents, samples[n : n + 2].tolist(), request)
+                    for n in checked
+                )
+            )
+
+        prefix = self._cache_prefix(self.index_split.name)
+        names = GPTIndices._fields
+        documents, samples, shuffle = cached_arrays(
+            prefix, self.unique_description, names, build, fits
         )
         logger.info(
             "%s: %d samples, %d tokens an epoch, %d epochs",
             request.source,
-            len(built.shuffle_index),
-            built.tokens_per_epoch,
-            built.num_epochs,
+            len(shuffle),
+            request.tokens_per_epoch,
+            request.num_epochs,
         )
-        return built.document_index, built.sample_index, built.shuffle_index
+        return documents, samples, shuffle
 
 
 class MockGPTDataset(SyntheticDataset, GPTDataset):

@@ -108,7 +108,7 @@ class IndexedDataset:
         self.verify_data = verify_data
         idx_path, bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
         self.bin_reader: BinReader
-        checksums = None
+        self.checksums: Checksums | None = None
         cure = f"write them with python tools/verify_data.py --write {path_prefix}"
         if is_object_storage_path(path_prefix):
             if object_storage_config is None:
@@ -121,25 +121,20 @@ class IndexedDataset:
             cure = "those of data in object storage are not read"
         else:
             self.bin_reader = _FileReader(bin_path, keeps_open=mmap)
-            checksums = Checksums.read(path_prefix)
+            self.checksums = Checksums.read(path_prefix)
         self.index = SequenceIndex(idx_path, multimodal)
         self.index.check_arrays(bin_path, self.bin_reader.num_bytes)
-        if checksums is not None:
-            checksums.check(path_prefix, self.bin_reader.num_bytes, self.index.data())
+        if self.checksums is not None:
+            self.checksums.check(path_prefix, self.bin_reader.num_bytes, self.index.data())
             if verify_data:
-                self.bin_reader = VerifyingReader(self.bin_reader, path_prefix, checksums)
+                self.bin_reader = VerifyingReader(self.bin_reader, path_prefix, self.checksums)
         elif verify_data:
             warn_once(f"--verify-data: {path_prefix} has no checksums: {cure}", logging.INFO)
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[object, ...]]:
         storage = self.object_storage_config
-        return type(self), (
-            self.path_prefix,
-            self.multimodal,
-            self.mmap,
-            storage,
-            self.verify_data,
-        )
+        rest = self.multimodal, self.mmap, storage, self.verify_data
+        return type(self), (self.path_prefix, *rest)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -233,39 +228,37 @@ class IndexedDatasetBuilder:
 
     def add_item(self, tensor: ArrayLike, mode: int = 0) -> None:
         """Append one sequence of tokens (array, list, or CPU tensor)."""
-        tokens = self._encode(tensor)
-        self._bin.write(tokens.data)
-        self._lengths.append([tokens.size])
-        if self.multimodal:
-            self._modes.append([mode])
+        tokens = np.asarray(tensor)
+        self._append(tokens, [tokens.size], [mode])
 
     def add_document(
         self, tensor: ArrayLike, lengths: Sequence[int], modes: Sequence[int] | None = None
     ) -> None:
         """Append a document: its tokens concatenated, and the length of each of its sequences."""
-        tokens = self._encode(tensor)
-        assert sum(lengths) == tokens.size, f"{tokens.size} tokens, lengths {list(lengths)}"
-        self._bin.write(tokens.data)
-        self._lengths.append(lengths)
-        if self.multimodal:
-            self._modes.append(modes if modes is not None else [0] * len(lengths))
+        self._append(tensor, lengths, modes)
         self.end_document()
 
-    def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
-        """Append many documents of one sequence each: concatenated tokens, tokens per document.
+    def add_documents(
+        self, tokens: ArrayLike, lengths: ArrayLike, num_sequences: ArrayLike
+    ) -> None:
+        """Append many documents: concatenated tokens, tokens per sequence, sequences per document.
 
-        A length of 0 is an empty document (no sequence), as ``add_document([], [])`` makes.
+        A document of 0 sequences is empty, as ``add_document([], [])`` makes it.
         """
-        flat = self._encode(tokens)
-        sizes = np.asarray(lengths, np.int64)
-        assert int(sizes.sum()) == flat.size, f"{flat.size} tokens, lengths sum to {sizes.sum()}"
         first = len(self._lengths)
-        self._bin.write(flat.data)
-        filled = sizes[sizes > 0]
-        self._lengths.append(filled)
-        self._documents.append(first + np.cumsum(sizes > 0))
+        self._append(tokens, lengths)
+        self._documents.append(first + np.cumsum(num_sequences))
+
+    def _append(
+        self, tensor: ArrayLike, lengths: ArrayLike, modes: ArrayLike | None = None
+    ) -> None:
+        tokens = self._encode(tensor)
+        sizes = np.asarray(lengths, np.int64)
+        assert sizes.sum() == tokens.size, f"{tokens.size} tokens, lengths sum to {sizes.sum()}"
+        self._bin.write(tokens.data)
+        self._lengths.append(sizes)
         if self.multimodal:
-            self._modes.append(np.zeros(len(filled), np.int8))
+            self._modes.append(np.zeros(len(sizes)) if modes is None else modes)
 
     def end_document(self) -> None:
         """Make one document of the sequences added since the last call."""
@@ -273,24 +266,21 @@ class IndexedDatasetBuilder:
 
     def add_index(self, path_prefix: str) -> None:
         """Append a complete dataset; raise DataError unless it has the same token type."""
-        other = SequenceIndex(get_idx_path(path_prefix), self.multimodal)
+        data = IndexedDataset(path_prefix, self.multimodal)
+        other = data.index
         if other.dtype != self.dtype:
             raise DataError(
                 f"{path_prefix}.idx holds {other.dtype.name} tokens, the files before it "
                 f"{self.dtype.name}: merge files of one token type"
             )
-        bin_path = get_bin_path(path_prefix)
-        first, num_bytes = len(self._lengths), _FileReader(bin_path, keeps_open=False).num_bytes
-        other.check_arrays(bin_path, num_bytes)
+        num_bytes = data.bin_reader.num_bytes
         used = int(other.sequence_lengths.sum(dtype=np.int64)) * other.dtype_size
         if used != num_bytes:
             raise DataError(
-                f"{bin_path} has {num_bytes} bytes, its index names {used}: it cannot be merged "
-                "completely; preprocess it again"
+                f"{path_prefix}.bin has {num_bytes} bytes, its index names {used}: it cannot be "
+                "merged completely; preprocess it again"
             )
-        checksums = Checksums.read(path_prefix)
-        if checksums is not None:
-            checksums.check(path_prefix, num_bytes, other.data())
+        first = len(self._lengths)
         for part in _chunks(other.sequence_lengths):
             self._lengths.append(part)
         for part in _chunks(other.document_indices[1:]):
@@ -298,9 +288,9 @@ class IndexedDatasetBuilder:
         if other.sequence_modes is not None:
             for part in _chunks(other.sequence_modes):
                 self._modes.append(part)
-        for first_block, piece in read_blocks(bin_path):
-            if checksums is not None:
-                checksums.check_blocks(path_prefix, first_block, piece)
+        for first_block, piece in read_blocks(get_bin_path(path_prefix)):
+            if data.checksums is not None:
+                data.checksums.check_blocks(path_prefix, first_block, piece)
             self._bin.write(piece)
 
     def finalize(self, idx_path: str) -> None:

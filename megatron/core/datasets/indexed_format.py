@@ -116,13 +116,13 @@ class SequenceIndex:
         self.dtype_size = self.dtype.itemsize
         at = HEADER.size
         self.sequence_lengths = np.frombuffer(buffer, "<i4", num_sequences, at)
-        at += 4 * num_sequences
-        self.sequence_pointers = np.frombuffer(buffer, "<i8", num_sequences, at)
-        at += 8 * num_sequences
+        self.sequence_pointers = np.frombuffer(buffer, "<i8", num_sequences, at + 4 * num_sequences)
+        at += 12 * num_sequences
         self.document_indices = np.frombuffer(buffer, "<i8", num_documents, at)
-        at += 8 * num_documents
-        modes = np.frombuffer(buffer, "<i1", num_sequences, at) if multimodal else None
-        self.sequence_modes: np.ndarray | None = modes
+        self.sequence_modes: np.ndarray | None = None
+        if multimodal:
+            at += 8 * num_documents
+            self.sequence_modes = np.frombuffer(buffer, "<i1", num_sequences, at)
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)

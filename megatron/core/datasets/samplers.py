@@ -39,10 +39,6 @@ class _Sampler:
     data_parallel_size: int
 
     def __post_init__(self) -> None:
-        assert self.micro_batch_size > 0, f"micro-batch size {self.micro_batch_size}"
-        assert 0 <= self.data_parallel_rank < self.data_parallel_size, (
-            f"data-parallel rank {self.data_parallel_rank} of {self.data_parallel_size}"
-        )
         if self.total_samples < 1:
             raise DataError("a sampler needs at least one sample, the dataset has none")
         self.step_samples = self.micro_batch_size * self.data_parallel_size
@@ -191,7 +187,6 @@ def build_data_loader(dataset: Any, consumed_samples: int, config: DataLoaderCon
     )
     sampler: _Sampler
     if config.balanced_batch is not None:
-        assert config.dataloader_type == "single", "checked at start"
         sampler = BalancedSampler(
             *share, work=dataset.num_tiles, batch_samples=config.balanced_batch
         )

@@ -105,13 +105,9 @@ class TarShard:
                 f"{self.path} had {self.num_bytes} bytes when it was opened and was cut short "
                 "since: fetch it again"
             )
-        texts: dict[int, bytes] = {}
-        images = []
-        for (_, kind, _, _), data in zip(rows, contents, strict=True):
-            if kind == _IMAGE:
-                images.append(data)
-            else:
-                texts.setdefault(kind, data)
+        files = [(row[1], data) for row, data in zip(rows, contents, strict=True)]
+        images = [data for kind, data in files if kind == _IMAGE]
+        texts = dict(reversed(files))  # the first of each kind
         name = f"{self.path}, sample {key or idx}"
         return TarSample(name, images, texts.get(_JSON), texts.get(_TEXT))
 

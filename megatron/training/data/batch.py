@@ -140,13 +140,10 @@ def _agreed_sizes(
         for name, spec in table.items()
         if isinstance(spec, DocumentSpec) or (spec is not None and spec.is_joined)
     ]
-    found = {
-        name: _Size()
-        if isinstance(table[name], DocumentSpec) and not isinstance(item.get(name), PackedBounds)
-        else _Size.of(item[name])
-        for name in names
-        if tp_group.rank() == 0
-    }
+    found = {}
+    for name in names if tp_group.rank() == 0 else ():
+        is_mask = isinstance(table[name], DocumentSpec) and torch.is_tensor(item.get(name))
+        found[name] = _Size() if is_mask else _Size.of(item[name])
     if tp_group.size() == 1 or not names:
         return found
     sizes = torch.zeros(len(names), len(_Size._fields), dtype=torch.int64)

@@ -33,7 +33,7 @@ from megatron.training.preprocess.documents import (
     flatten,
     locate,
 )
-from megatron.training.preprocess.encode import BlockEncoder, EncodedTexts, sentence_splitter
+from megatron.training.preprocess.encode import BlockEncoder, sentence_splitter
 from megatron.training.preprocess.inputs import (
     BLOCK_BYTES,
     SEPARATORS,
@@ -286,7 +286,7 @@ class _Run:
         cut = blocks(paths, self._separator, block_bytes(paths, options.workers))
         for block in self.pool.map(cut):
             for key, texts in block.texts.items():
-                _append(builders[key], texts)
+                builders[key].add_documents(texts.tokens, texts.lengths, texts.num_sequences)
             progress.add(block.num_documents, block.num_bytes, block.stored_bytes)
             if self.different.done():
                 self._check_ids()
@@ -344,21 +344,6 @@ class Manifest:
         content = {"key": self._key, "dealt": self.dealt, "finished": sorted(self.finished)}
         text = json.dumps(content, indent=1)
         write_atomically(self.path, lambda file: file.write(text.encode()))
-
-
-def _append(builder: IndexedDatasetBuilder, texts: EncodedTexts) -> None:
-    if len(texts.num_sequences) == 0:
-        return
-    if texts.num_sequences.max() <= 1:
-        lengths = np.zeros(len(texts.num_sequences), np.int64)
-        lengths[texts.num_sequences > 0] = texts.lengths
-        builder.add_documents(texts.tokens, lengths)
-        return
-    sequence_ends = np.cumsum(texts.num_sequences)
-    token_ends = np.concatenate(([0], np.cumsum(texts.lengths, dtype=np.int64)))
-    for end, count in zip(sequence_ends.tolist(), texts.num_sequences.tolist(), strict=True):
-        tokens = texts.tokens[token_ends[end - count] : token_ends[end]]
-        builder.add_document(tokens, texts.lengths[end - count : end].tolist())
 
 
 def _say(message: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.optional import require
@@ -40,15 +41,8 @@ def train_bpe(options: TrainingOptions) -> list[str]:
     bpe = library.Tokenizer(library.models.BPE())
     bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=options.vocab_size,
-        min_frequency=options.min_frequency,
-        special_tokens=list(options.special_tokens),
-        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts_of(options), trainer)
-    os.makedirs(options.output_dir, exist_ok=True)
+    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    _train(bpe, options, library.trainers.BpeTrainer, initial_alphabet=alphabet)
     tokenizer_json = os.path.join(options.output_dir, "tokenizer.json")
     bpe.save(tokenizer_json)
     return [*bpe.model.save(options.output_dir), tokenizer_json]
@@ -60,19 +54,25 @@ def train_wordpiece(options: TrainingOptions, *, lower_case: bool) -> list[str]:
     wordpiece = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
     wordpiece.normalizer = library.normalizers.BertNormalizer(lowercase=lower_case)
     wordpiece.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
-    trainer = library.trainers.WordPieceTrainer(
-        vocab_size=options.vocab_size,
-        min_frequency=options.min_frequency,
-        special_tokens=[*OF_BERT, *options.special_tokens],
-        show_progress=False,
-    )
-    wordpiece.train_from_iterator(texts_of(options), trainer)
+    options = replace(options, special_tokens=[*OF_BERT, *options.special_tokens])
+    _train(wordpiece, options, library.trainers.WordPieceTrainer)
     pieces = wordpiece.get_vocab()
-    os.makedirs(options.output_dir, exist_ok=True)
     vocab_txt = os.path.join(options.output_dir, "vocab.txt")
     with open(vocab_txt, "w", encoding="utf-8") as file:
         file.writelines(piece + "\n" for piece in sorted(pieces, key=pieces.__getitem__))
     return [vocab_txt]
+
+
+def _train(tokenizer: Any, options: TrainingOptions, trainer_class: Any, **more: Any) -> None:
+    trainer = trainer_class(
+        vocab_size=options.vocab_size,
+        min_frequency=options.min_frequency,
+        special_tokens=list(options.special_tokens),
+        show_progress=False,
+        **more,
+    )
+    tokenizer.train_from_iterator(texts_of(options), trainer)
+    os.makedirs(options.output_dir, exist_ok=True)
 
 
 def train_sentencepiece(options: TrainingOptions, model_type: str) -> list[str]:

@@ -1,24 +1,24 @@
 """Worker processes that encode blocks; results have the order of the blocks.
 
-Workers are forked after everything is loaded, so nothing is loaded twice.  Each has a pipe that
-carries blocks to it and arrays back.  At most ``_WINDOW`` blocks per worker are in progress or
-waiting, which bounds memory.
+Workers are forked after everything is loaded, so nothing is loaded twice.  At most ``_WINDOW``
+blocks per worker are in progress or waiting, which bounds memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import cast
 
 from megatron.core.config.errors import DataError, MegatronError
+from megatron.core.rank_local import each_rank_owns
 from megatron.training.preprocess.documents import BadRecord
 from megatron.training.preprocess.encode import BlockEncoder, EncodedBlock
 from megatron.training.preprocess.inputs import Block
@@ -62,101 +62,58 @@ class Progress:
 
 
 _WINDOW = 4  # blocks per worker in progress, or waiting for an earlier block
+_SIGNAL_OF_DEAD_PARENT = 1  # PR_SET_PDEATHSIG of prctl
 
 
 class WorkerPool:
     """Context manager of worker processes: they end when the ``with`` block ends."""
 
     def __init__(self, encoder: BlockEncoder, num_workers: int) -> None:
-        self._encoder = encoder
-        self._num_workers = num_workers
-        self._workers: list[tuple[BaseProcess, Connection]] = []
+        fork = multiprocessing.get_context("fork")
+        self._pool = ProcessPoolExecutor(num_workers, fork, _begin, (encoder,))
+        self._num_blocks = _WINDOW * num_workers
 
     def __enter__(self) -> WorkerPool:
-        context = multiprocessing.get_context("fork")
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        for _ in range(self._num_workers):
-            ours, theirs = context.Pipe()
-            inherited = [ours, *(connection for _, connection in self._workers)]
-            process = context.Process(
-                target=_serve, args=(theirs, inherited, self._encoder), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+        self._pool.submit(int)  # the first call forks all workers
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for process, connection in self._workers:
-            connection.close()  # an idle worker sees the end of the pipe and exits
-            if kind is not None:
-                process.terminate()
-        for process, _connection in self._workers:
-            process.join()
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
-    def map(self, blocks: Iterator[Block]) -> Iterator[EncodedBlock]:
+    def map(self, blocks: Iterable[Block]) -> Iterator[EncodedBlock]:
         """Yield encoded ``blocks`` in order.  Raises the first error of a worker."""
-        idle = [connection for _, connection in self._workers]
-        busy: dict[Connection, int] = {}
-        done: dict[int, EncodedBlock] = {}
-        num_sent = num_given = 0
-        while True:
-            while idle and num_sent - num_given < _WINDOW * self._num_workers:
-                if (block := next(blocks, None)) is None:
-                    break
-                connection = idle.pop()
-                busy[connection] = num_sent
-                with self._deaths():
-                    connection.send(block)
-                num_sent += 1
-            if num_given in done:
-                yield done.pop(num_given)
-                num_given += 1
-            elif busy:
-                for connection in cast(list[Connection], wait(list(busy))):
-                    with self._deaths():
-                        result = connection.recv()
-                    if isinstance(result, MegatronError):
-                        raise result
-                    done[busy.pop(connection)] = result
-                    idle.append(connection)
-            else:
-                return
-
-    @contextmanager
-    def _deaths(self) -> Iterator[None]:
-        """Raise an error that names a worker which has ended, if its pipe has."""
+        waiting: deque[Future[EncodedBlock]] = deque()
         try:
-            yield
-        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            ended = wait([process.sentinel for process, _ in self._workers])
-            process = next(p for p, _ in self._workers if p.sentinel in ended)
-            process.join()
-            code = process.exitcode or 0
-            if code >= 0:
-                raise RuntimeError("a worker failed; its traceback stands above") from error
+            for block in blocks:
+                waiting.append(self._pool.submit(_encode, block))
+                if len(waiting) == self._num_blocks:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool as error:
             raise DataError(
-                f"worker process {process.pid} was ended by {signal.Signals(-code).name}; if "
-                "memory ran out, use fewer --workers"
+                "a worker process was ended by a signal; if memory ran out, use fewer --workers"
             ) from error
 
 
-def _serve(connection: Connection, inherited: list[Connection], encoder: BlockEncoder) -> None:
-    """Encode blocks until the pipe is closed.
+_encoder: BlockEncoder | None = None  # of a worker
+each_rank_owns(__name__, "_encoder")
 
-    First close the ends of other workers' pipes, whose copies in this process would keep them open.
-    """
-    for other in inherited:
-        other.close()
+
+def _begin(encoder: BlockEncoder) -> None:
+    """Begin a worker: it inherits ``encoder``, and ends with the main process."""
+    global _encoder
+    _encoder = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends its workers
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while True:
-            block = connection.recv()
-            try:
-                result: EncodedBlock | MegatronError = encoder.encode(block)
-            except BadRecord as error:
-                result = error
-            except MegatronError as error:
-                result = DataError(f"{block.path}, bytes {block.start} to {block.end}: {error}")
-            connection.send(result)
+    ctypes.CDLL(None).prctl(_SIGNAL_OF_DEAD_PARENT, signal.SIGKILL)
+
+
+def _encode(block: Block) -> EncodedBlock:
+    assert _encoder is not None
+    try:
+        return _encoder.encode(block)
+    except BadRecord:
+        raise
+    except MegatronError as error:
+        place = f"{block.path}, bytes {block.start} to {block.end}"
+        raise DataError(f"{place}: {error}") from error

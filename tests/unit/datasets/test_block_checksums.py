@@ -133,7 +133,7 @@ def test_what_the_builder_writes_in_one_pass_is_what_the_files_give(
     builder = IndexedDatasetBuilder(str(tmp_path / "many.bin"), np.int32)
     for length in (0, 1, 249, 250, 3000, 7):
         builder.add_document([5] * length, [length] if length else [])
-    builder.add_documents(np.arange(900), [300, 0, 600])
+    builder.add_documents(np.arange(900), [300, 600], [1, 0, 1])
     builder.finalize(str(tmp_path / "many.idx"))
     merged = IndexedDatasetBuilder(str(tmp_path / "merged.bin"), np.uint16)
     merged.add_index(prefix)

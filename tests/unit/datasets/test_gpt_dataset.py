@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.core.datasets import gpt_dataset, index_cache
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import (
     GPTDataset,
+    GPTIndices,
     MockGPTDataset,
     SampleRequest,
     build_indices,
@@ -164,40 +166,41 @@ class TestCache:
 
 
 class TestEpochs:
-    def arrays(self, num_samples: int | None, length: int = 8, **more: Any) -> Any:
+    def request(self, num_samples: int | None) -> SampleRequest:
         lengths = np.random.RandomState(0).randint(1, 30, 50).astype(np.int32)
-        request = SampleRequest(
+        return SampleRequest(
             source="the train split of data",
             indices=np.arange(5, 45, dtype=np.int32),
             sequence_lengths=lengths,
             num_samples=num_samples,
-            sequence_length=length,
+            sequence_length=8,
             random_seed=7,
-            **more,
         )
-        return build_indices(request)
+
+    def arrays(self, num_samples: int | None) -> GPTIndices:
+        return build_indices(self.request(num_samples))
 
     def test_there_are_as_few_epochs_as_give_the_samples(self) -> None:
-        one = self.arrays(None)
+        one = self.request(None)
         assert one.num_epochs == 1
         per_epoch = one.tokens_per_epoch
         for epochs in (1, 2, 3):
             most = (epochs * per_epoch - 1) // 8
-            assert self.arrays(most).num_epochs == epochs
-            assert self.arrays(most + 1).num_epochs == epochs + 1
+            assert self.request(most).num_epochs == epochs
+            assert self.request(most + 1).num_epochs == epochs + 1
 
     def test_an_epoch_holds_every_sequence_of_the_split_once(self) -> None:
         documents = self.arrays(200).document_index
         assert np.bincount(documents, minlength=50).tolist() == [0] * 5 + [3] * 40 + [0] * 5
 
     def test_a_last_epoch_of_which_little_is_needed_is_shuffled_apart(self) -> None:
-        per_epoch = self.arrays(None).tokens_per_epoch // 8
+        per_epoch = self.request(None).tokens_per_epoch // 8
         apart = self.arrays(2 * per_epoch + 2)
         assert sorted(apart.document_index[:80]) == sorted([*range(5, 45)] * 2)
-        before = (2 * apart.tokens_per_epoch - 1) // 8
+        before = (2 * self.request(None).tokens_per_epoch - 1) // 8
         assert sorted(apart.shuffle_index[:before]) == list(range(before))
         mixed = self.arrays(3 * per_epoch - 1)
-        assert mixed.num_epochs == apart.num_epochs == 3
+        assert len(mixed.document_index) == len(apart.document_index) == 3 * 40
         assert sorted(mixed.document_index[:80]) != sorted([*range(5, 45)] * 2)
 
     @pytest.mark.parametrize(
@@ -211,14 +214,16 @@ class TestEpochs:
     def test_arrays_never_change(self, num_samples: int | None, md5: str) -> None:
         built = self.arrays(num_samples)
         digest = hashlib.md5()
-        for array in (built.document_index, built.sample_index, built.shuffle_index):
+        for array in built:
             digest.update(array.tobytes())
         assert digest.hexdigest() == md5
 
     def test_indices_need_not_be_a_range(self) -> None:
-        lengths = np.arange(10, dtype=np.int32)
-        assert gpt_dataset.count_tokens(lengths, np.array([1, 3, 7])) == 11
-        assert gpt_dataset.count_tokens(lengths, np.array([], np.int32)) == 0
+        request = self.request(None)
+        indices = np.array([1, 3, 7])
+        expected = request.sequence_lengths[indices].sum()
+        assert replace(request, indices=indices).tokens_per_epoch == expected
+        assert replace(request, indices=indices[:0]).tokens_per_epoch == 0
 
 
 class TestSamples:

@@ -22,6 +22,7 @@ from megatron.core.datasets.indexed_dataset import (
     get_bin_path,
     get_idx_path,
 )
+from megatron.core.datasets.indexed_format import get_crc_path
 from tests.support.dataset_files import GOLDEN_PREFIX, numbered, write
 
 
@@ -71,7 +72,8 @@ class TestBytes:
         builder = build(prefix)
         for part in (slice(0, 100), slice(100, 420)):
             sequences = golden[part]
-            builder.add_documents(np.concatenate(sequences), [len(s) for s in sequences])
+            lengths = [len(s) for s in sequences]
+            builder.add_documents(np.concatenate(sequences), lengths, [1] * len(lengths))
         builder.finalize(get_idx_path(prefix))
         assert same_files(prefix, GOLDEN_PREFIX)
 
@@ -111,7 +113,7 @@ class TestBytes:
 
     def test_a_document_without_tokens_repeats_an_index_entry(self, prefix: str) -> None:
         builder = build(prefix)
-        builder.add_documents([1, 2, 3], [2, 0, 1])
+        builder.add_documents([1, 2, 3], [2, 1], [1, 0, 1])
         builder.finalize(get_idx_path(prefix))
         assert IndexedDataset(prefix).document_indices.tolist() == [0, 1, 1, 2]
         assert IndexedDataset(prefix).sequence_lengths.tolist() == [2, 1]
@@ -289,7 +291,7 @@ class TestDamage:
 class TestWriting:
     def test_nothing_is_visible_before_the_end(self, prefix: str, tmp_path: Path) -> None:
         builder = build(prefix)
-        builder.add_documents([1, 2], [1, 1])
+        builder.add_documents([1, 2], [1, 1], [1, 1])
         assert not Path(get_bin_path(prefix)).exists()
         builder.finalize(get_idx_path(prefix))
         assert sorted(p.name for p in tmp_path.iterdir()) == ["data.bin", "data.crc", "data.idx"]
@@ -317,7 +319,7 @@ class TestWriting:
         with pytest.raises(AssertionError, match="3 tokens"):
             builder.add_document([1, 2, 3], [2])
         with pytest.raises(AssertionError, match="3 tokens"):
-            builder.add_documents([1, 2, 3], [2])
+            builder.add_documents([1, 2, 3], [2], [1])
 
     def test_merging_different_token_types_is_refused(self, tmp_path: Path) -> None:
         part = write(tmp_path / "part", [[1]], np.int32)
@@ -328,6 +330,7 @@ class TestWriting:
         part = write(tmp_path / "part", [[1]])
         with open(get_bin_path(part), "ab") as file:
             file.write(b"\x00\x00")
+        os.remove(get_crc_path(part))
         with pytest.raises(DataError, match="has 4 bytes, its index names 2"):
             build(str(tmp_path / "merged")).add_index(part)
 

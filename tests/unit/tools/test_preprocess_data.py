@@ -295,25 +295,25 @@ def test_a_few_rows_of_parquet_are_held_at_once(tmp_path):
     assert sum(sizes) > 10_000_000
 
 
-def test_a_worker_that_is_killed_ends_the_run_with_its_signal(corpus_file, tmp_path, monkeypatch):
+def test_a_worker_that_is_killed_ends_the_run(corpus_file, tmp_path, monkeypatch):
     def die(self, block):
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(BlockEncoder, "encode", die)
-    with pytest.raises(DataError, match="was ended by SIGKILL; .*fewer --workers"):
+    with pytest.raises(DataError, match="was ended by a signal; .*fewer --workers"):
         preprocess(corpus_file, tmp_path / "out", num_workers=2)
 
 
 def test_a_fault_in_a_worker_ends_the_run_and_shows_its_traceback(
-    corpus_file, tmp_path, monkeypatch, capfd
+    corpus_file, tmp_path, monkeypatch
 ):
     def fail(self, block):
         raise ZeroDivisionError("oh")
 
     monkeypatch.setattr(BlockEncoder, "encode", fail)
-    with pytest.raises(RuntimeError, match="a worker failed; its traceback stands above"):
+    with pytest.raises(ZeroDivisionError, match="oh") as raised:
         preprocess(corpus_file, tmp_path / "out")
-    assert "ZeroDivisionError: oh" in capfd.readouterr().err
+    assert 'raise ZeroDivisionError("oh")' in str(raised.value.__cause__)
 
 
 def test_an_id_that_does_not_fit_the_file_is_an_error(tmp_path):
