@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 from torch import nn
 
@@ -30,7 +30,6 @@ from megatron.core.config.option import dest_of, options_of
 from megatron.core.config.value_types import Arguments
 from megatron.core.device.cpu_tuning import use_huge_pages
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.inference.fast_linear import use_fast_linears
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
@@ -53,7 +52,6 @@ from megatron.training.checkpointing.checkpoint_args import (
 )
 from megatron.training.checkpointing.checkpoint_tensors import (
     RunParts,
-    main_param_tensors,
     model_tensors,
 )
 from megatron.training.checkpointing.load import load_run
@@ -287,7 +285,7 @@ def generation_config(
     load: str | None,
     *,
     step: int | None,
-    device_kind: DeviceKind,
+    device_kind: str,
     layout: GenerationLayout = ONE_REPLICA,
     drafts_ahead: bool = False,
 ) -> RunConfig:
@@ -350,26 +348,22 @@ def open_engine(
     *,
     layout: GenerationLayout = ONE_REPLICA,
     options: EngineOptions = DEFAULT_OPTIONS,
-    flags: Mapping[str, object] = NO_FLAGS,
     share_memory: bool = False,
 ) -> TrainingEngine:
     """Build an engine for the model of ``run``, with its weights.  Collective over all ranks.
 
-    ``flags``, dest -> value, override the run's; in a higher precision than the run's weights the
-    engine gets the main parameters of the optimizer.  It is batch invariant if the run is: then
-    both compute the same log-probabilities.  ``share_memory``: parameters that a rank
-    holds alike in both models are not copied, so that a training step changes the engine at once:
-    call `TrainingEngine.update` before the engine goes on.
+    The engine is batch invariant if the run is: then both compute the same log-probabilities.
+    ``share_memory``: parameters that a rank holds alike in both models are not copied, so that a
+    training step changes the engine at once: call `TrainingEngine.update` before the engine goes
+    on.
     """
     is_invariant = options.batch_invariant or run.config.model.batch_invariant_mode
     options = replace(options, batch_invariant=is_invariant)
-    asked = {**run.config.asked, **flags}
-    device_kind = cast(DeviceKind, run.config.distributed.device)
     config = generation_config(
-        asked,
+        run.config.asked,
         None,
         step=None,
-        device_kind=device_kind,
+        device_kind=run.config.distributed.device,
         layout=layout,
         drafts_ahead=options.draft_model == "mtp",
     )
@@ -381,14 +375,9 @@ def open_engine(
     module.eval()
     if share_memory:
         share_parameters(run.model_chunks, module)
-    parts = RunParts(model_chunks=run.model_chunks, groups=run.groups, optimizer=run.optimizer)
-    is_wider = config.model.params_dtype.itemsize > run.config.model.params_dtype.itemsize
-
-    def sources() -> list[ShardedTensor]:
-        """Return this rank's weights and, where there are, main parameters under their keys."""
-        return [*model_tensors(parts), *(main_param_tensors(parts) if is_wider else ())]
-
-    weights = Refit(sources, model_tensors(model_parts(own, module)), groups.world)
+    parts = RunParts(model_chunks=run.model_chunks, groups=run.groups)
+    targets = model_tensors(model_parts(own, module))
+    weights = Refit(partial(model_tensors, parts), targets, groups.world)
     weights.copy()
     engine = Engine(generation_model(own, module, options), options)
     spec = TokenizerSpec.of(own.config.tokenizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -86,10 +86,28 @@ class ImagePrompts:
         where the answer begins.  Images stand before a text without tags.  Raises RequestError for
         another number of tags, and for an image that cannot be read.
         """
-        parts = self._parts_of_text(text) if isinstance(text, str) else self._parts_of_turns(text)
+        tokenizer = self._tokenizer
+        if isinstance(tokenizer, MultimodalTokenizer):
+            try:
+                parts = self._split(
+                    tokenizer.tokenize(text)
+                    if isinstance(text, str)
+                    else tokenizer.tokenize_conversation(text, False, True).tolist()
+                )
+            except DataError as error:
+                raise RequestError(str(error)) from error
+        elif isinstance(text, str):
+            first, *others = text.split(IMAGE_TOKEN)
+            parts = [tokenizer.tokenize(first) if first else []]  # with special tokens, such as BOS
+            parts += [tokenizer.tokenize_plain(part) if part else [] for part in others]
+        else:
+            raise RequestError(
+                "turns of a conversation need a checkpoint of --tokenizer-type "
+                "MultimodalTokenizer: give a text",
+                "images",
+            )
         if len(parts) == 1:
             parts = [[]] * len(images) + parts
-        _check_number(parts, len(images))
         found = tuple(self.read(image, f"image {i}") for i, image in enumerate(images))
         return self._joined(parts, found)
 
@@ -112,58 +130,40 @@ class ImagePrompts:
 
         Raises RequestError for another number of tags.
         """
-        parts = self._split(rows[0]) if self.is_conversation else rows
-        _check_number(parts, len(images))
-        return self._joined(parts, images)
+        return self._joined(self._split(rows[0]) if self.is_conversation else rows, images)
 
     def _joined(
         self, parts: Sequence[list[int]], images: Sequence[PromptImage]
     ) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Return the ids of texts with images between them, and the images.
 
-        With tile tags each tile is an image of its own, after its tag.
+        With tile tags each tile is an image of its own, after its tag.  Raises RequestError for
+        another number of images.
         """
+        if len(parts) != len(images) + 1:
+            raise RequestError(
+                f"the prompt has {len(parts) - 1} tags {IMAGE_TOKEN} and {len(images)} images: "
+                "give an image for each tag",
+                "images",
+            )
         ids = list(parts[0])
         found: list[PromptImage] = []
         for image, part in zip(images, parts[1:], strict=True):
-            for text, seen in self._tagged(image):
-                ids += [*text, *seen.ids]
-                found.append(seen)
+            tiles = [image]
+            tags = [""]
+            if self.input.has_tile_tags:
+                count = len(image.pixels)
+                tiles = [
+                    PromptImage(image.pixels[i : i + 1], self.input.rows_per_tile)
+                    for i in range(count)
+                ]
+                tags = tile_tags(count, self.input.settings.ends_with_whole_image(count))
+            for tag, tile in zip(tags, tiles, strict=True):
+                ids += self._tokenizer.tokenize_plain(tag) if tag else []
+                ids += tile.ids
+            found += tiles
             ids += part
         return ids, tuple(found)
-
-    def _tagged(self, image: PromptImage) -> Iterator[tuple[list[int], PromptImage]]:
-        """Yield the ids of a tag and its tile, or no tag and the image."""
-        if not self.input.has_tile_tags:
-            yield [], image
-            return
-        count = len(image.pixels)
-        tags = tile_tags(count, self.input.settings.ends_with_whole_image(count))
-        for number, tag in enumerate(tags):
-            tile = PromptImage(image.pixels[number : number + 1], self.input.rows_per_tile)
-            yield self._tokenizer.tokenize_plain(tag), tile
-
-    def _parts_of_text(self, text: str) -> list[list[int]]:
-        """Return the ids of the texts between the tags."""
-        tokenizer = self._tokenizer
-        if isinstance(tokenizer, MultimodalTokenizer):
-            return self._split(tokenizer.tokenize(text))
-        first, *others = self.texts_of(text)
-        ids = [tokenizer.tokenize(first) if first else []]  # with special tokens, such as BOS
-        return ids + [tokenizer.tokenize_plain(part) if part else [] for part in others]
-
-    def _parts_of_turns(self, turns: Sequence[Turn]) -> list[list[int]]:
-        if not isinstance(self._tokenizer, MultimodalTokenizer):
-            raise RequestError(
-                "turns of a conversation need a checkpoint of --tokenizer-type "
-                "MultimodalTokenizer: give a text",
-                "images",
-            )
-        try:
-            ids = self._tokenizer.tokenize_conversation(turns, False, True).tolist()
-        except DataError as error:
-            raise RequestError(str(error)) from error
-        return self._split(ids)
 
     def _split(self, ids: Sequence[int]) -> list[list[int]]:
         """Return the ids between the tags."""
@@ -188,12 +188,3 @@ class ImagePrompts:
             reason = error.strerror if isinstance(error, OSError) else error
             raise RequestError(f"{name}: {reason}", "images") from error
         return self.input.prompt_image(pixels, size)
-
-
-def _check_number(parts: Sequence[list[int]], num_images: int) -> None:
-    if len(parts) != num_images + 1:
-        raise RequestError(
-            f"the prompt has {len(parts) - 1} tags {IMAGE_TOKEN} and {num_images} images: "
-            "give an image for each tag",
-            "images",
-        )

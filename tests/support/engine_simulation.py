@@ -14,6 +14,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from megatron.core.inference.grammar import GrammarMatcher
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import Request, RequestOutput, TokenOutput
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Segment, StepOutput, StepPlan
@@ -50,7 +51,7 @@ def sample(entries: np.ndarray, seed: int, last: int, mask: int = -1) -> int:
     return token
 
 
-class CountingMatcher:
+class CountingMatcher(GrammarMatcher):
     """Allows three tokens, which depend on those before, and the end after five tokens."""
 
     error = ""

@@ -45,7 +45,7 @@ _NOTHING: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class GrammarMatcher:
-    """Where one text stands in its grammar: the `Matcher` of a request."""
+    """Where the text of one request stands in its grammar."""
 
     def __init__(self, process: _GrammarProcess, number: int, num_words: int) -> None:
         self._process = process

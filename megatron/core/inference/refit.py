@@ -59,10 +59,8 @@ class _Transfer(NamedTuple):
 class Refit:
     """Copies ``sources()`` into the views of ``targets``, whenever `copy` is called.
 
-    ``sources`` returns this rank's records in the same order at each call.  Where ranks hold a
-    tensor in several precisions (weights and main parameters), the highest is the source.
-    Construction and `copy` are collective over ``group``.  Raises ConfigError on all ranks if the
-    sources lack a target.
+    ``sources`` returns this rank's records in the same order at each call.  Construction and `copy`
+    are collective over ``group``.  Raises ConfigError on all ranks if the sources lack a target.
     """
 
     def __init__(
@@ -201,25 +199,21 @@ def _transfers(
             "the engine's model is not the model in training: give both the same model flags; "
             + "; ".join([*problems][:_SHOWN])
         )
-    # The highest precision in which ranks hold a tensor, and who holds each box in it.
-    highest: dict[str, torch.dtype] = {}
-    holders: dict[str, dict[Box, list[_Place]]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    holders: dict[str, dict[Box, list[_Place]]] = defaultdict(lambda: defaultdict(list))
     for rank, tensors in enumerate(held):
         for index, (key, _, name, boxes) in enumerate(tensors):
-            dtype = getattr(torch, name)
-            if key not in highest or dtype.itemsize > highest[key].itemsize:
-                highest[key] = dtype
-                holders[key] = defaultdict(list)
-            for number, box in enumerate(boxes if dtype == highest[key] else ()):
+            dtypes[key] = getattr(torch, name)
+            for number, box in enumerate(boxes):
                 at = tuple((first, end) for first, end in box)  # JSON has made lists of tuples
                 holders[key][at].append(_Place(rank, index, number))
     sent: Counter[int] = Counter()
-    for key, rank, index, name, boxes in sorted(
-        (key, rank, index, name, boxes)
+    for key, rank, index, boxes in sorted(
+        (key, rank, index, boxes)
         for rank, tensors in enumerate(wanted)
-        for index, (key, _, name, boxes) in enumerate(tensors)
+        for index, (key, _, _, boxes) in enumerate(tensors)
     ):
-        dtype = min(highest[key], getattr(torch, name), key=lambda d: d.itemsize)
+        dtype = dtypes[key]
         for number, whole in enumerate(boxes):
             covered = 0
             for box, places in holders[key].items():

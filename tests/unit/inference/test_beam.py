@@ -67,7 +67,7 @@ def _search(request: Request, limit: int) -> list[tuple[float, list[int]]]:
                 break
         is_full = len(ended) == beam.width
         best = options[0][0] / length**beam.length_penalty
-        if is_full and (beam.early_stopping or ended[-1][0] >= best):
+        if is_full and ended[-1][0] >= best:
             return ended
     for text in texts:
         end(text.tokens, text.total)
@@ -95,11 +95,10 @@ def _check(lanes: Lanes, request: Request, longest: int = 60) -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5])
 @pytest.mark.parametrize("length_penalty", [0.0, 0.7, 1.0, 2.0])
-@pytest.mark.parametrize("early_stopping", [False, True])
 def test_beams_equal_those_of_a_search_over_complete_texts(
-    width: int, length_penalty: float, early_stopping: bool
+    width: int, length_penalty: float
 ) -> None:
-    beam = BeamParams(width, length_penalty, early_stopping)
+    beam = BeamParams(width, length_penalty)
     reasons = set()
     for length in (1, 4, 7, 13):
         lanes = Lanes()
@@ -132,7 +131,7 @@ def _random_searches(limits: EngineLimits, rng: random.Random) -> None:
     for i in range(12):
         request = random_request(f"r{i}", rng)
         if i % 3 == 0:
-            beam = BeamParams(rng.randrange(1, 5), 1.0, rng.random() < 0.5)
+            beam = BeamParams(rng.randrange(1, 5))
             scored = rng.random() < 0.5
             request = _beam_request(
                 f"r{i}", rng.randrange(1, 20), beam, return_prompt_log_probs=scored

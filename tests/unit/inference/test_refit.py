@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.inference.fast_linear import use_fast_linears
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.refit import Refit, share_parameters
@@ -81,35 +81,6 @@ def test_buffers_smaller_than_a_parameter_change_no_bit() -> None:
     for count, wrong in run_ranks(refitted, 4, {"tp": 2}, {"pp": 2}, {}, 1000):
         assert count
         assert not wrong
-
-
-def part_of_fp32(rank: int, world: int) -> list[list[float]]:
-    """Rank r holds half of the fp32 values of a vector, and all of its bf16 weights."""
-    exact = torch.arange(6).float() / 3
-    weight = exact.bfloat16()
-    main = exact[3 * rank : 3 * rank + 3].clone()
-
-    def record(offset: int, data: Tensor) -> ShardedTensor:
-        return ShardedTensor(
-            key="w", global_shape=(6,), dtype=data.dtype, pieces=(Piece((offset,), data),)
-        )
-
-    out = []
-    for dtype in (torch.float32, torch.bfloat16):
-        target = torch.zeros(6, dtype=dtype)
-        group = torch.distributed.group.WORLD
-        assert group is not None
-        sources = [record(0, weight), record(3 * rank, main)]
-        Refit(lambda sources=sources: sources, [record(0, target)], group).copy()  # type: ignore[misc]
-        out.append(target.tolist())
-    return out
-
-
-def test_main_parameters_come_before_rounded_weights() -> None:
-    exact = torch.arange(6).float() / 3
-    for in_fp32, in_bf16 in run_ranks(part_of_fp32, 2):
-        assert in_fp32 == exact.tolist()
-        assert in_bf16 == exact.bfloat16().tolist()
 
 
 def test_shared_parameters_are_not_copied() -> None:

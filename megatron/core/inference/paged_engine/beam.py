@@ -96,10 +96,8 @@ class BeamSearch:
                 self._end(text, "stop")
             if len(still_open) == width:
                 break
-        is_full = len(self.ended) == width
-        if is_full and (
-            self.params.early_stopping or self.ended[-1].score >= self._score(texts[0])
-        ):  # no open text can become better
+        if len(self.ended) == width and self.ended[-1].score >= self._score(texts[0]):
+            # No open text can become better.
             still_open = []
         elif length == self._root.max_new:
             for text in still_open:

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.device import host_array
 from megatron.core.inference.paged_engine.cache import BatchView, PagedCache, SlotPositions
 from megatron.core.inference.paged_engine.step_plan import (
     NO_INTEGERS,
@@ -36,7 +35,7 @@ from megatron.core.inference.paged_engine.step_plan import (
     StepPlan,
     idle_segment,
 )
-from megatron.core.inference.sampling.sampler import Sampler
+from megatron.core.inference.sampling.sampler import Sampler, upload
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -86,8 +85,8 @@ class DraftModel:
         most = max(s.num_drafts for s in plan.segments)
         shape = (len(plan.segments), max(self._num_layers, most))
         drafts = torch.full(shape, NO_TOKEN, device=where)
-        ids = _upload(ahead, where)
-        ends = _upload(last_rows, where)
+        ids = upload(ahead, where)
+        ends = upload(last_rows, where)
         for number in range(1, self._num_layers + 1):
             hidden = self._predict(hidden, ids, number - 1, view.at_depth(number))
             last = hidden.index_select(0, ends)
@@ -95,8 +94,8 @@ class DraftModel:
             self._sample(last, drafts, plan, positions, wanting, number)
             ids = ids.roll(-1)
             known = [next(iter(s.ahead[number:]), 0) for s in plan.segments]
-            ids.index_copy_(0, ends, _upload(known, where))
-            at = _upload(wanting, where)
+            ids.index_copy_(0, ends, upload(known, where))
+            at = upload(np.array(wanting, dtype=np.int64), where)
             ids.index_copy_(0, ends[at], drafts[at, number - 1].clamp(min=0))
         # Then the last depth again, on its own rows.
         for number in range(
@@ -105,7 +104,7 @@ class DraftModel:
             wanting = self._wanting(plan, positions, number)
             if not wanting and not self._in_lockstep:
                 break
-            at = _upload(wanting or [0], where)
+            at = upload(wanting or [0], where)
             ids = at
             segments = [idle_segment(self._cache.max_requests, self._cache.num_pages)]
             if wanting:  # else other ranks have drafts
@@ -148,7 +147,7 @@ class DraftModel:
         """Set draft ``number`` (from 1) of the segments ``wanting`` from ``hidden`` [S, 1, h]."""
         if not wanting:
             return
-        at = _upload(wanting, hidden.device)
+        at = upload(wanting, hidden.device)
         logits = self._logits(hidden.index_select(0, at), gather=True)[0]
         found = torch.empty_like(at)
         if self._sampler is not None:
@@ -199,8 +198,3 @@ def _after(plan: StepPlan, results: Integers) -> tuple[Integers, Integers, Integ
         first += len(s.tokens)
         at += len(found)
     return np.array(last_rows), np.array(positions), np.concatenate(ahead).clip(min=0)
-
-
-def _upload(values: Integers | list[int], device: torch.device) -> Tensor:
-    array = torch.from_numpy(np.asarray(values, dtype=np.int64))
-    return host_array(array, device).to(device, non_blocking=True)

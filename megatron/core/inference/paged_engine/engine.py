@@ -24,13 +24,13 @@ from megatron.core import device
 from megatron.core.config.errors import CheckpointError, ConfigError, MissingDependency
 from megatron.core.device import cpu_kernels
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
+from megatron.core.inference.grammar import GrammarMatcher
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.control import ControlChannel
 from megatron.core.inference.paged_engine.options import EngineLimits
 from megatron.core.inference.paged_engine.options import EngineOptions as EngineOptions
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import (
-    Matcher,
     Request,
     RequestError,
     RequestOutput,
@@ -138,7 +138,7 @@ class Engine:
         }
         self._home: dict[str, RequestScheduler] = {}
         # Kind and text of a grammar -> its matcher; None: this engine has no grammars.
-        self.make_matcher: Callable[[str, str], Matcher] | None = None
+        self.make_matcher: Callable[[str, str], GrammarMatcher] | None = None
         self._lane = 0
         self._held: list[RequestOutput] = []  # that the next `step` returns
         self._flights: dict[tuple[int, int], tuple[StepPlan, StepOutput | None]] = {}

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ import numpy.typing as npt
 from megatron.core.config.errors import MegatronError
 from megatron.core.inference.paged_engine.options import EngineLimits
 from megatron.core.inference.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from megatron.core.inference.grammar import GrammarMatcher
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -40,21 +43,6 @@ class RequestError(MegatronError, ValueError):
 
 class QueueFullError(MegatronError):
     """Too many requests wait: try again later."""
-
-
-class Matcher(Protocol):
-    """The state of a grammar for one request; ``error``: why its text cannot go on."""
-
-    error: str
-
-    def is_ready(self) -> bool:
-        """Return whether `allowed` returns at once; may wait for a moment."""
-
-    def allowed(self) -> npt.NDArray[np.int32]:
-        """Return which tokens may follow: token t is bit t % 32 of word t // 32."""
-
-    def accept(self, token: int) -> None:
-        """Advance by an allowed token, which does not end the text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,14 +102,10 @@ def starts_of_images(ids: Ids) -> list[int]:
 
 @dataclass(frozen=True)
 class BeamParams:
-    """Beam search with ``width`` beams.  A score is sum of log-probs / length ** length_penalty.
-
-    ``early_stopping``: end when ``width`` texts have ended, even if an open one may score higher.
-    """
+    """Beam search with ``width`` beams.  A score is sum of log-probs / length ** length_penalty."""
 
     width: int
     length_penalty: float = 1.0
-    early_stopping: bool = False
 
 
 @dataclass(eq=False)
@@ -143,7 +127,7 @@ class Request:
     grammar: tuple[str, str] | None = None
     fork_of: str | None = None
     beam: BeamParams | None = None
-    matcher: Matcher | None = None
+    matcher: GrammarMatcher | None = None
     output: list[int] = field(default_factory=list)
 
 
@@ -284,8 +268,12 @@ def check_tokens(request: Request, vocab_size: int) -> None:
     """Raise RequestError if a token id of a request is not one of the model's."""
     last = vocab_size - 1
     params = request.params
-    if request.images:
-        _check_images(request)
+    if request.images and (params.return_prompt_log_probs or params.prompt_log_probs_only):
+        raise RequestError(
+            "log-probabilities of a prompt with images: an image is no token; ask for those of the "
+            "generated tokens",
+            "return_prompt_log_probs",
+        )
     ids = {
         "prompt": text_of(request.prompt) if request.images else request.prompt,
         "source": request.source,
@@ -302,17 +290,3 @@ def check_tokens(request: Request, vocab_size: int) -> None:
         if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:  # also NaN
             text = f"logit_bias of token {token} is {bias}: give a number from -100 to 100"
             raise RequestError(text, "logit_bias")
-
-
-def _check_images(request: Request) -> None:
-    """Raise RequestError if the prompt has other images than the request, or wants their scores."""
-    named = {token - token % (1 << PLACE_BITS) for token in request.prompt if token >= FIRST_ID}
-    if named != {image.ids[0] for image in request.images}:
-        raise RequestError("prompt has ids of other images than the request: give all its images")
-    params = request.params
-    if params.return_prompt_log_probs or params.prompt_log_probs_only:
-        raise RequestError(
-            "log-probabilities of a prompt with images: an image is no token; ask for those of the "
-            "generated tokens",
-            "return_prompt_log_probs",
-        )

@@ -7,7 +7,7 @@ token p + 1.  A request is ready to sample when the rows of all its tokens but t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -115,13 +115,6 @@ class GrowingInts:
         self.values: Integers = np.empty(max(16, 2 * self.size), dtype=np.int64)
         self.values[: self.size] = found
 
-    def copy(self) -> GrowingInts:
-        """Return a copy that grows on its own."""
-        other = GrowingInts()
-        other.size = self.size
-        other.values = self.values.copy()
-        return other
-
     def append(self, value: int) -> None:
         """Add one value."""
         if self.size == len(self.values):
@@ -210,7 +203,7 @@ class RequestState:
         state = copy(self)
         state.request = replace(self.request, output=[*self.request.output])
         state.order = order
-        state.tokens = self.tokens.copy()
+        state.tokens = deepcopy(self.tokens)
         state.digests = [*self.digests]
         state.pages = GrowingInts()
         state.num_kept = 0

@@ -391,22 +391,24 @@ class RequestScheduler:
         is_done = state.num_cached == state.goal
         samples = is_done and state.generates
         num_scores = len(rows) - samples - num_drafts
-        state.scores += [_with_top(row, state.num_prompt_top) for row in rows[:num_scores]]
-        state.num_scored += num_scores
+        if num_scores:
+            state.scores += [_with_top(row, state.num_prompt_top) for row in rows[:num_scores]]
+            state.num_scored += num_scores
         sampled = [_with_top(row, state.num_top) for row in rows[num_scores:]]
         new: tuple[TokenOutput, ...] = ()
         reason: FinishReason | None = None if state.generates else "length"
         beams: tuple[Beam, ...] = ()
-        state.keep_full_pages(self.pool)
-        if state.has_prompt:
+        if state.num_cached // self.pool.page_size > state.num_kept:
+            state.keep_full_pages(self.pool)
+        if state.children and state.has_prompt:
             self._release_children(state)
         if not is_done:
             return None
-        if any(score.token == NO_TOKEN for score in state.scores):
+        if state.scores and any(score.token == NO_TOKEN for score in state.scores):
             state.scores = []
             reason = "error"
         elif samples and not state.is_beam:
-            drafts = segment.tokens[len(segment.tokens) - num_drafts :].tolist()
+            drafts: list[int] = segment.tokens[-num_drafts:].tolist() if num_drafts else []
             new, reason = self._accept(state, sampled, drafts, offered)
         elif samples and sampled[0].token == NO_TOKEN:
             reason = "error"

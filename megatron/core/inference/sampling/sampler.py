@@ -234,12 +234,16 @@ class Sampler:
         return logits.index_select(0, self._upload(index))
 
     def _upload(self, values: npt.ArrayLike) -> Tensor:
-        """Copy integers as int64, or float32 numbers, to the device without a wait.
+        return upload(values, self._device)
 
-        On a CPU the tensor shares the memory of ``values``.
-        """
-        array = torch.from_numpy(np.ascontiguousarray(values))
-        return host_array(array, self._device).to(self._device, non_blocking=True)
+
+def upload(values: npt.ArrayLike, device: torch.device) -> Tensor:
+    """Copy integers as int64, or float32 numbers, to the device without a wait.
+
+    On a CPU the tensor shares the memory of ``values``.
+    """
+    array = torch.from_numpy(np.ascontiguousarray(values))
+    return host_array(array, device).to(device, non_blocking=True)
 
 
 class _Rows(NamedTuple):

@@ -54,12 +54,6 @@ class CollectiveEngine(Engine):
                 if isinstance(module, Linear) and module.quantizer is None
             ]
         self.unfinished: set[str] = set()  # requests that wait or run
-        self._begun: set[str] = set()  # unfinished requests that have a token
-
-    @property
-    def is_decode_only(self) -> bool:
-        """Whether all unfinished requests, of which there are some, have a token."""
-        return bool(self.unfinished) and self.unfinished == self._begun
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises RequestError on every rank if it can never run."""
@@ -76,7 +70,6 @@ class CollectiveEngine(Engine):
             super().abort(request_id)
         was_there = request_id in self.unfinished
         self.unfinished.discard(request_id)
-        self._begun.discard(request_id)
         return was_there
 
     def advance(self, *, to_end: bool) -> list[tuple[RequestOutput, float]]:
@@ -96,10 +89,7 @@ class CollectiveEngine(Engine):
                 self.follow()
                 items = json.loads(array_to_text(self._channel.receive(self._channel.root)))
         found = [(RequestOutput.from_json(output), elapsed_s) for output, elapsed_s in items]
-        self._begun |= {output.request_id for output, _ in found if output.new}
-        ended = {output.request_id for output, _ in found if output.finish_reason is not None}
-        self.unfinished -= ended
-        self._begun -= ended
+        self.unfinished -= {o.request_id for o, _ in found if o.finish_reason is not None}
         return found
 
     def _steps(self, to_end: bool) -> list[tuple[dict[str, Any], float]]:

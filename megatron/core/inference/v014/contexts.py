@@ -6,7 +6,7 @@ import abc
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ from megatron.core.diagnostics.log_once import warn_once
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.decode_graphs import captured_sizes
 from megatron.core.inference.paged_engine.engine import EngineOptions
-from megatron.core.inference.v014.collective_engine import CollectiveEngine
 from megatron.core.transformer.kv_cache import Core, PositionBias, State
+
+if TYPE_CHECKING:
+    from megatron.core.inference.v014.engines import DynamicInferenceEngine
 
 _ROUND_TO = 64  # tokens, of Megatron-LM's batches
 
@@ -280,7 +282,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             max_requests=max_requests_override,
             **{name: value for name, value in given.items() if value is not None},
         )
-        self.engine: CollectiveEngine | None = None  # a DynamicInferenceEngine sets it
+        self.engine: DynamicInferenceEngine | None = None  # that this context belongs to
         heads = -(-num_attention_heads // (tensor_model_parallel_size or 1))
         row_bytes = 2 * params_dtype.itemsize * num_layers * heads * kv_channels
         if cache_mla_latent and kv_lora_rank and qk_pos_emb_head_dim:
@@ -292,17 +294,11 @@ class DynamicInferenceContext(BaseInferenceContext):
                 "log-probabilities of a prompt are computed for the requests that ask for them"
             )
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"DynamicInferenceContext has no {name}: the engine holds the cache and the state of "
-            "all requests; use DynamicInferenceEngine"
-        )
-
     @property
     def max_requests(self) -> int:
         """Requests that run at the same time; an estimate before there is an engine."""
         if self.engine is not None:
-            return self.engine.limits.max_requests
+            return self.engine.max_requests
         asked = self.options.max_requests
         return asked or max(int(self._num_sequences * self.options.overflow_factor), 1)
 
@@ -335,7 +331,7 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     def get_active_request_count(self) -> int:
         """Count unfinished requests of the engine, those that wait included."""
-        return 0 if self.engine is None else len(self.engine.unfinished)
+        return 0 if self.engine is None else len(self.engine.requests)
 
     @classmethod
     def round_up_tokens(cls, value: int, tp_size: int | None = None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ from megatron.core.inference.v014.wrappers import (
 _ENDLESS = 2**62  # bytes, requests: no limit
 
 
+@dataclass(eq=False)
 class RunningRequest:
     """A request at an engine, whose outputs become its results.
 
@@ -57,29 +58,21 @@ class RunningRequest:
     part of it.
     """
 
-    def __init__(
-        self,
-        request: InferenceRequest,
-        params: SamplingParams,
-        tokenizer: Any,
-        prompt: list[int],
-        eod: int | None,
-    ) -> None:
-        self.request = request
-        self.finish_reason: FinishReason | None = None
-        self._params = params
-        self._tokenizer = tokenizer
-        self._prompt = prompt
-        self._eod = eod
-        self._tokens: list[TokenOutput] = []
-        self._scores: tuple[TokenOutput, ...] = ()
-        self._seconds: list[float] = []
+    request: InferenceRequest
+    params: SamplingParams
+    tokenizer: Any
+    prompt: list[int]
+    eod: int | None
+    finish_reason: FinishReason | None = None
+    tokens: list[TokenOutput] = field(default_factory=list)
+    scores: tuple[TokenOutput, ...] = ()
+    seconds: list[float] = field(default_factory=list)
 
     def record(self, output: RequestOutput, elapsed_s: float) -> None:
         """Add the output of a step."""
-        self._tokens += output.new
-        self._seconds += [elapsed_s / max(len(output.new), 1)] * len(output.new)
-        self._scores = output.prompt_scores or self._scores
+        self.tokens += output.new
+        self.seconds += [elapsed_s / max(len(output.new), 1)] * len(output.new)
+        self.scores = output.prompt_scores or self.scores
         self.finish_reason = output.finish_reason or self.finish_reason
         if isinstance(self.request, DynamicInferenceRequest):
             self.request.generated_tokens += [token.token for token in output.new]
@@ -89,34 +82,34 @@ class RunningRequest:
         if self.finish_reason is not None:
             is_failed = self.finish_reason in ("error", "abort")
             request.status = Status.FAILED if is_failed else Status.COMPLETED
-        params = self._params
-        new = self._tokens
-        if new and new[-1].token == self._eod:
+        params = self.params
+        new = self.tokens
+        if new and new[-1].token == self.eod:
             new = new[:-1]
         ids = [token.token for token in new]
         if not isinstance(request, DynamicInferenceRequest):  # it has all tokens, EOD too
             request.generated_tokens = torch.tensor(ids, dtype=torch.int64)
         request.generated_length = len(ids)
         request.generated_sequence_lengths = [len(ids)]
-        request.tpot = self._seconds[: len(ids)]
-        before = self._prompt if request.encoder_prompt is None else []
-        whole: str = self._tokenizer.detokenize(before + ids)
-        request.generated_text = whole.removeprefix(self._tokenizer.detokenize(before))
+        request.tpot = self.seconds[: len(ids)]
+        before = self.prompt if request.encoder_prompt is None else []
+        whole: str = self.tokenizer.detokenize(before + ids)
+        request.generated_text = whole.removeprefix(self.tokenizer.detokenize(before))
         request.text = (request.prompt or "") + request.generated_text
         if params.return_segments:
-            request.segments = _token_texts(self._tokenizer, self._prompt + ids)
-            request.generated_segments = request.segments[len(self._prompt) :]
+            request.segments = _token_texts(self.tokenizer, self.prompt + ids)
+            request.generated_segments = request.segments[len(self.prompt) :]
         if params.return_log_probs:
-            request.prompt_log_probs = [token.log_prob for token in self._scores]
+            request.prompt_log_probs = [token.log_prob for token in self.scores]
             request.generated_log_probs = [token.log_prob for token in new]
         if params.top_n_logprobs:
             request.generated_top_n_logprobs = self._top(new)
             if params.return_prompt_top_n_logprobs:
-                request.prompt_top_n_logprobs = self._top(self._scores)
+                request.prompt_top_n_logprobs = self._top(self.scores)
         return request
 
     def _top(self, tokens: Iterable[TokenOutput]) -> list[dict[str, float]]:
-        decode = self._tokenizer.detokenize
+        decode = self.tokenizer.detokenize
         return [{decode([i]): log_prob for i, log_prob in token.top} for token in tokens]
 
 
@@ -294,22 +287,24 @@ class TextGenerationController:
         ``generation_started`` is True.
         """
         params = sampling_params or kwargs.get("common_inference_params") or SamplingParams()
-        if params.top_n_logprobs and top_n_logprobs_dict is not None:
-            values, tokens = last_token_logits.float().log_softmax(-1).topk(params.top_n_logprobs)
-            for row in range(len(values)):
-                if generation_started is None or generation_started[row]:
-                    texts = [self.tokenizer.detokenize([token]) for token in tokens[row].tolist()]
-                    found = dict(zip(texts, values[row].tolist(), strict=True))
-                    top_n_logprobs_dict.setdefault(row, []).append(found)
-        known = last_token_logits[:, :vocab_size]
-        sampler = Sampler(len(known), known.size(1), known.device)
-        seed = int(torch.randint(2**62, ())) if params.seed is None else params.seed
-        asked = replace(params, seed=seed, top_n_logprobs=0).to_json()
-        segments = []
-        for row in range(len(known)):
-            sampler.admit(Admission(row, asked))
-            segments.append(idle_segment(row, 0, SAMPLE_ONLY)._replace(start=row - 1))
-        return torch.from_numpy(sampler.sample(known, StepPlan(segments)).tokens).to(known.device)
+        if params.seed is None:
+            params = replace(params, seed=int(torch.randint(2**62, ())))
+        count, width = last_token_logits.shape
+        sampler = Sampler(count, vocab_size or width, last_token_logits.device)
+        for row in range(count):
+            sampler.admit(Admission(row, params.to_json()))
+        segments = [
+            idle_segment(row, 0, SAMPLE_ONLY)._replace(start=row - 1) for row in range(count)
+        ]
+        found = sampler.sample(last_token_logits, StepPlan(segments))
+        tops = zip(found.top_tokens.tolist(), found.top_log_probs.tolist(), strict=True)
+        for row, (tokens, log_probs) in enumerate(tops):
+            has_started = generation_started is None or generation_started[row]
+            if tokens and has_started and top_n_logprobs_dict is not None:
+                texts = [self.tokenizer.detokenize([token]) for token in tokens]
+                top = dict(zip(texts, log_probs, strict=True))
+                top_n_logprobs_dict.setdefault(row, []).append(top)
+        return torch.from_numpy(found.tokens).to(last_token_logits.device)
 
     def update_generation_status(
         self,

@@ -211,7 +211,8 @@ class DynamicInferenceEngine(AbstractEngine):
         self.requests: dict[int, DynamicInferenceRequest] = {}
         num_graphs = context.options.num_cuda_graphs if enable_cuda_graph else 0
         self._engine = CollectiveEngine(model, replace(context.options, num_cuda_graphs=num_graphs))
-        context.engine = self._engine
+        self.max_requests = self._engine.limits.max_requests
+        context.engine = self
         self.reset()
 
     def reset(self) -> None:
@@ -229,8 +230,9 @@ class DynamicInferenceEngine(AbstractEngine):
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether the next step reads no prompt."""
-        return self.context.is_decode_only()
+        """Whether the next step reads no prompt: all requests have a generated token."""
+        requests = self.requests.values()
+        return bool(requests) and all(request.generated_tokens for request in requests)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether a request waits or runs."""
