@@ -1,4 +1,4 @@
-"""Write docs/architecture.md: concepts, layers, and four walks through the code.
+"""Write docs/architecture.md: concepts, layers, and five walks through the code.
 
 python tools/dev/architecture.py
 
@@ -52,8 +52,8 @@ threads of one process (`--virtual-ranks`), which communicate through memory.
 A field of a configuration with `option()` is a flag (sections of the configuration use aliases
 such as `_distributed = partial(option, group=...)`): the parser, the help text and Megatron-LM's
 attribute names come from it. `resolve` turns the parsed values into a frozen `RunConfig`: it
-derives values that were not given and evaluates all rules of `arguments/rules`. A rule is a
-condition and its message. Errors of parsing end the program first; all conflicts that rules find
+derives values that were not given (`DERIVATIONS` of `derive.py`, in order) and evaluates all rules
+of `arguments/rules`. A rule is a condition and its message. Errors of parsing end the program first; all conflicts that rules find
 are then reported together. Only what needs the device is checked later, in `connect`.
 
 ## A run
@@ -73,7 +73,7 @@ loads its checkpoint (`set_up`), trains (`train`) and evaluates.
 ## A step
 
 `train_step` has five stages. `next_batch` gives the sizes of the global batch; the forward step
-reads the data later (second walk). `forward_backward` runs the pipeline schedule over its
+reads the data later (third walk). `forward_backward` runs the pipeline schedule over its
 micro-batches; gradients add up in the buffers of the data-parallel wrapper. `reduce_gradients`
 completes their reduction over data-parallel ranks (begun in the backward pass with overlap), sums
 over tensor-parallel ranks and tied embeddings, divides by the tokens, and updates router biases
@@ -112,7 +112,7 @@ An arrow means "imports". A package imports only the packages that the lists in
 both. Arrows that follow from others are left out.
 """
 WALKS_HEAD = """
-## Four walks
+## Five walks
 
 Each line is a function and its file. What is indented below a function is called by it, in this
 order, directly or through functions of the same file.
@@ -141,61 +141,95 @@ def _in(file: str, name: str, *calls: Stop, called: str = "") -> Stop:
 
 
 _TRAINING, _CORE = "megatron/training", "megatron/core"
-_LAYERS = ("core", "training", "post_training")  # whose packages the diagram has, lowest first
+_ARGUMENTS = f"{_TRAINING}/arguments"
+_LAYERS = (
+    "core",
+    "training",
+    "inference",
+    "post_training",
+)  # whose packages the diagram has, lowest first
+ARGV_TO_CONFIG = _in(
+    f"{_TRAINING}/initialize.py",
+    "configure",
+    _in(
+        f"{_ARGUMENTS}/parser.py",
+        "parse_args",
+        _in(f"{_ARGUMENTS}/config_file.py", "read_config_file"),
+        _in(
+            f"{_ARGUMENTS}/parser.py",
+            "build_parser",
+            _in(
+                f"{_ARGUMENTS}/options.py",
+                "add_options",
+                _in(f"{_CORE}/config/option.py", "options_of"),
+            ),
+        ),
+        _in(f"{_ARGUMENTS}/config_file.py", "set_defaults_from"),
+        _in(f"{_ARGUMENTS}/parser.py", "apply_defaults"),
+    ),
+    _in(
+        f"{_ARGUMENTS}/flat_values.py",
+        "resolve_args",
+        _in(
+            f"{_ARGUMENTS}/resolve.py",
+            "resolve",
+            _in(f"{_ARGUMENTS}/resolve.py", "states"),
+            _in(
+                f"{_ARGUMENTS}/resolve.py",
+                "assemble",
+                _in(f"{_ARGUMENTS}/options.py", "read_config"),
+                _in(f"{_TRAINING}/config/run.py", "RunConfig"),
+            ),
+            _in(f"{_ARGUMENTS}/rules/rule.py", "problems_of"),
+            _in(f"{_ARGUMENTS}/rules/rule.py", "warnings_of"),
+        ),
+    ),
+)
 ARGV_TO_STEP = _in(
     f"{_TRAINING}/training.py",
     "pretrain",
-    _in(
-        f"{_TRAINING}/initialize.py",
-        "configure",
-        _in(f"{_TRAINING}/arguments/parser.py", "parse_args"),
-        _in(
-            f"{_TRAINING}/arguments/flat_values.py",
-            "resolve_args",
-            _in(
-                f"{_TRAINING}/arguments/resolve.py",
-                "resolve",
-                _in(f"{_TRAINING}/config/run.py", "RunConfig"),
-            ),
-        ),
-    ),
+    _in(f"{_TRAINING}/initialize.py", "configure"),
     _in(f"{_TRAINING}/initialize.py", "connect"),
     _in(
-        f"{_TRAINING}/initialize.py",
-        "install_groups",
+        f"{_TRAINING}/training.py",
+        "set_up",
+        _in(
+            f"{_TRAINING}/initialize.py",
+            "install_groups",
+            _in(
+                f"{_TRAINING}/runtime/setup.py",
+                "create_groups",
+                _in(f"{_CORE}/parallel/process_groups_config.py", "create_process_groups"),
+            ),
+        ),
+        _in(
+            f"{_TRAINING}/initialize.py",
+            "create_context",
+            _in(
+                f"{_TRAINING}/runtime/setup.py",
+                "build_context",
+                _in(f"{_TRAINING}/runtime/context.py", "RunContext"),
+            ),
+        ),
         _in(
             f"{_TRAINING}/runtime/setup.py",
-            "create_groups",
-            _in(f"{_CORE}/parallel/process_groups_config.py", "create_process_groups"),
+            "build_model_chunks",
+            _in(f"{_CORE}/params/param_init.py", "initialize_parameters"),
+            _in(
+                f"{_CORE}/distributed/distributed_data_parallel.py",
+                "DistributedDataParallel",
+            ),
         ),
-    ),
-    _in(
-        f"{_TRAINING}/initialize.py",
-        "create_context",
         _in(
             f"{_TRAINING}/runtime/setup.py",
-            "build_context",
-            _in(f"{_TRAINING}/runtime/context.py", "RunContext"),
+            "build_optimizer",
+            _in(f"{_CORE}/optimizer/__init__.py", "get_megatron_optimizer"),
         ),
+        _in(f"{_TRAINING}/step/run.py", "TrainingRun"),
+        _in(f"{_TRAINING}/step/run.py", "ModelRun.load"),
+        _in(f"{_TRAINING}/data/loaders.py", "build_data"),
+        _in(f"{_TRAINING}/callbacks/default.py", "default_callbacks"),
     ),
-    _in(
-        f"{_TRAINING}/runtime/setup.py",
-        "build_model_chunks",
-        _in(f"{_CORE}/params/param_init.py", "initialize_parameters"),
-        _in(
-            f"{_CORE}/distributed/distributed_data_parallel.py",
-            "DistributedDataParallel",
-        ),
-    ),
-    _in(
-        f"{_TRAINING}/runtime/setup.py",
-        "build_optimizer",
-        _in(f"{_CORE}/optimizer/__init__.py", "get_megatron_optimizer"),
-    ),
-    _in(f"{_TRAINING}/step/run.py", "TrainingRun"),
-    _in(f"{_TRAINING}/step/run.py", "ModelRun.load"),
-    _in(f"{_TRAINING}/data/loaders.py", "build_data"),
-    _in(f"{_TRAINING}/callbacks/default.py", "default_callbacks"),
     _in(
         f"{_TRAINING}/step/train_step.py",
         "train",
@@ -367,20 +401,35 @@ ENGINE_TO_TOKENS = _in(
         _in(f"{_ENGINE}/runner.py", "ModelRunner.execute"),
         _in(f"{_ENGINE}/scheduler.py", "RequestScheduler.record"),
     ),
+    _in(f"{_SERVER}/engine_link.py", "encode"),
 )
+TOKENS_TO_CLIENT = [
+    _in(f"{_SERVER}/engine_link.py", "EngineClient.read_until_the_end"),
+    _in(
+        f"{_SERVER}/generation.py",
+        "Generation.deltas",
+        _in(f"{_SERVER}/generation.py", "Sample.add"),
+    ),
+]
 AFTER_STEP = _in(
     f"{_TRAINING}/callbacks/periodic.py",
     "CheckpointCallback.on_step_end",
     PARAMETER_TO_CHECKPOINT,
 )
 WALKS: Mapping[str, Sequence[Stop]] = {
+    "From a flag to its value": [ARGV_TO_CONFIG],
     "From the command line to a step": [ARGV_TO_STEP],
     "From tokens to the loss": [TOKENS_TO_LOSS],
     "From a parameter to a checkpoint and back": [
         AFTER_STEP,
         CHECKPOINT_TO_PARAMETER,
     ],
-    "From a request to its tokens": [READ_REQUEST, REQUEST_TO_ENGINE, ENGINE_TO_TOKENS],
+    "From a request to its tokens and back": [
+        READ_REQUEST,
+        REQUEST_TO_ENGINE,
+        ENGINE_TO_TOKENS,
+        *TOKENS_TO_CLIENT,
+    ],
 }
 
 
