@@ -30,8 +30,9 @@ if [[ ! -f $stamp || "$(cat $stamp)" != "$state" ]]; then
     echo "preparing .venv with $("$python" --version) and $torch" >&2
     {
         [[ -x .venv/bin/python ]] || "$python" -m venv .venv || { rm -rf .venv && exit 1; }
-        .venv/bin/python -m pip install --quiet "$torch"
-        .venv/bin/python -m pip install --quiet --editable ".[dev]"
+        # Most modules are never imported; the others are compiled when they are.
+        .venv/bin/python -m pip install --quiet --no-compile "$torch"
+        .venv/bin/python -m pip install --quiet --no-compile --editable ".[dev]"
     } >&2
     echo "$state" >$stamp
 fi
