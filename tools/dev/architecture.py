@@ -49,12 +49,13 @@ threads of one process (`--virtual-ranks`), which communicate through memory.
 
 ## A flag
 
-A field of a configuration with `option()` is a flag (sections of the configuration use aliases
-such as `_distributed = partial(option, group=...)`): the parser, the help text and Megatron-LM's
+A field of a configuration with `option()` is a flag (sections of the configuration use aliases such
+as `_distributed = partial(option, group=...)`): the parser, the help text and Megatron-LM's
 attribute names come from it. `resolve` turns the parsed values into a frozen `RunConfig`: it
 derives values that were not given (`DERIVATIONS` of `derive.py`, in order) and evaluates all rules
-of `arguments/rules`. A rule is a condition and its message. Errors of parsing end the program first; all conflicts that rules find
-are then reported together. Only what needs the device is checked later, in `connect`.
+of `arguments/rules`. A rule is a condition and its message. Errors of parsing end the program
+first; all conflicts that rules find are then reported together. Only what needs the device is
+checked later, in `connect`.
 
 ## A run
 
