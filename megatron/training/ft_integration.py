@@ -19,9 +19,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.parallel.collectives import broadcast_json, largest_of_ranks
+from megatron.core.parallel.collectives import broadcast_json
 from megatron.training.fault_tolerance import sections
-from megatron.training.fault_tolerance.heartbeat import MIN_COUNTS, VARIABLE
+from megatron.training.fault_tolerance.heartbeat import VARIABLE
 
 _VARIABLE = "FT_SIM_FAULT_DESC"
 _SIGNALS = {"rank_hung": signal.SIGSTOP, "rank_killed": signal.SIGKILL}
@@ -47,8 +47,6 @@ def on_training_step_start() -> None:
 def on_training_step_end() -> None:
     """End a training step."""
     sections.monitor.end_step()
-    if sections.monitor.seen.counts.get("step") == MIN_COUNTS["step"]:
-        _learn()
 
 
 def on_eval_step_start() -> None:
@@ -70,7 +68,7 @@ def on_checkpointing_end(is_async_finalization: bool) -> None:
     """End the save of a checkpoint, or the last part of one in the background."""
     sections.monitor.end("checkpointing")
     if not is_async_finalization:
-        _learn()
+        sections.monitor.learn()
 
 
 def on_checkpoint_loaded(is_local_chkpt: bool) -> None:
@@ -80,7 +78,7 @@ def on_checkpoint_loaded(is_local_chkpt: bool) -> None:
 
 def shutdown() -> None:
     """Learn a last time, then end all sections."""
-    _learn()
+    sections.monitor.learn()
     sections.monitor.close()
 
 
@@ -104,10 +102,6 @@ def maybe_setup_simulated_fault() -> None:
         timer = threading.Timer(delay_s, os.kill, (os.getpid(), _SIGNALS[kind]))
         timer.daemon = True
         timer.start()
-
-
-def _learn() -> None:
-    sections.monitor.learn(largest_of_ranks if sections.monitor.saves else None)
 
 
 def _parse(text: str, world_size: int) -> tuple[str, int | None, float]:

@@ -43,7 +43,7 @@ def default_callbacks(run: ModelRun) -> CallbackList:
 def _in_order(run: ModelRun) -> Iterator[Callback]:
     config = run.config
     if sections.monitor.is_on:
-        yield Sections(agrees=sections.monitor.saves)  # first: a step ends before what follows it
+        yield Sections()  # first: a step ends before what follows it
     if run.is_last_loss_rank and (watched := terminal(config.logging.progress_bar)) is not None:
         yield ProgressBar(watched)  # erased before another callback prints
     # Before the callbacks below, whose work a profile excludes.

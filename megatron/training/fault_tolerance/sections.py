@@ -9,7 +9,7 @@ monitor where ``ft_launcher`` has started this process; who enforces the limits 
 - the ranks themselves (`megatron.training.fault_tolerance.failure_watch`).
 
 The limits are learned alike in all cases (`Limits`), so NVIDIA's calculation, which has no minimum,
-is not used.  Nothing in this module is collective, except the function that is given to `learn`.
+is not used.  Nothing in this module is collective, except `Monitor.learn`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import faulthandler
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,11 @@ from typing import Any
 from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics import collective_tracer
 from megatron.core.optional import require
+from megatron.core.parallel.collectives import largest_of_ranks
 from megatron.core.rank_local import each_rank_owns
 from megatron.training.fault_tolerance.failure_watch import FindHang, PeerMonitor
 from megatron.training.fault_tolerance.heartbeat import (
+    MIN_COUNTS,
     OUT_OF_SECTION,
     SECTIONS_WITH_LIMIT,
     STATE_FILE,
@@ -42,7 +43,6 @@ from megatron.training.process.rank_print import print_rank_0, rank, world_size
 # ft_launcher sets it.
 _SOCKET = "FT_RANK_MONITOR_IPC_SOCKET"
 _FLAG = "--enable-ft-package"
-LargestOfRanks = Callable[[Sequence[float]], list[float]]  # element by element
 
 
 class Monitor:
@@ -61,6 +61,7 @@ class Monitor:
         self._state_path: Path | None = None
         self._open: list[tuple[str, float]] = []  # sections and when they began
         self._closed_at_s = 0.0
+        self._num_steps = 0
 
     @property
     def is_on(self) -> bool:
@@ -151,25 +152,30 @@ class Monitor:
         """End the training step, or the setup with the first one."""
         for section in ("step", "setup"):
             self.end(section)
+        self._num_steps += 1
+        if self._num_steps == MIN_COUNTS["step"] + 2:  # the first step is part of the setup
+            self.learn()
 
-    def learn(self, largest: LargestOfRanks | None = None) -> None:
+    def learn(self) -> None:
         """Update the limits if more durations are known since the last call, then share them.
 
-        All ranks call it after the same sections.  ``largest`` returns the maximum over all ranks;
-        without it each rank learns alone.  Rank 0 saves the limits with --calc-ft-timeouts.
+        Called after a save, at the end, and when enough training steps were seen, which is the same
+        on all ranks.  With --calc-ft-timeouts it is collective over all ranks, which then learn the
+        same limits, and rank 0 saves them; without it each rank learns alone.
         """
-        known = self.seen.known()
-        if not known or self._file is None:
+        if not self.seen.known() or self._file is None:
             return
-        if largest is not None:
-            values = largest([self.seen.longest_s.get(name, 0.0) for name in SECTIONS_WITH_LIMIT])
+        saves = self._state_path is not None
+        if saves:
+            longest_s = [self.seen.longest_s.get(name, 0.0) for name in SECTIONS_WITH_LIMIT]
+            values = largest_of_ranks(longest_s)
             self.seen.longest_s = dict(zip(SECTIONS_WITH_LIMIT, values, strict=True))
         limits = self._saved.merged(self.seen)
         if limits == self.limits:
             return
         self.limits = limits
         self._share()
-        if self.client is not None and self.saves:
+        if self.client is not None and saves:
             self._set_limits_of_client()
         if self._state_path is not None and rank() == 0:
             try:
@@ -179,11 +185,6 @@ class Monitor:
                     f"WARNING: --calc-ft-timeouts: {self._state_path} cannot be written ({error})"
                 )
                 self._state_path = None
-
-    @property
-    def saves(self) -> bool:
-        """Whether the learned limits are saved (on rank 0)."""
-        return self._state_path is not None
 
     def close(self) -> None:
         """End all sections: from now on there is no limit."""

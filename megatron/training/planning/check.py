@@ -14,12 +14,11 @@ from dataclasses import replace
 
 from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.core.extensions.transformer_engine.engine import unsupported_reason
-from megatron.core.parallel.rank_grid import RankGrid
 from megatron.training.arguments.input_files import missing_files, vocabulary_of
 from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
 from megatron.training.planning.run_plan import RunPlan, plan_lines, plan_run
-from megatron.training.planning.suggested_fix import Fit, fits
+from megatron.training.planning.suggested_fix import fits
 from megatron.training.process.rank_print import is_rank0, print_rank_0
 from megatron.training.process.rank_print import world_size as world_size_of_launcher
 from megatron.training.runtime.setup import grids_of
@@ -62,14 +61,24 @@ def check_only(
         for line in _noted("missing files", missing):
             write(line)
         return error.exit_code
-    fits = limit is None or planned.fullest.peak <= limit * _BYTES_PER_GIB
+    fullest = planned.fullest
+    has_room = memory is None or fullest.peak <= memory
+    need = f"rank {fullest.rank} needs {fullest.peak / _BYTES_PER_GIB:.2f} GiB"
     notes = [vocabulary.note] if vocabulary.note else []
-    for line in (*_verdict(run, planned, limit), *report(run, planned, [*notes, *missing])):
+    if has_room:
+        write(f"this run can start on {run.world_size} ranks")
+        device = "; give --check-device-memory-gib to compare it with a device"
+        if limit is not None:
+            device = f" and fits --check-device-memory-gib {limit:g}"
+        write(f"memory: {need}{device}")
+    else:
+        write(f"this run does not fit --check-device-memory-gib {limit:g}: {need}")
+    for line in report(run, planned, [*notes, *missing]):
         write(line)
-    if limit is None or fits:
+    if memory is None or has_room:
         return 0
     write("")
-    for line in _suggest_fix(args, run, planned, limit):
+    for line in _suggest_fix(args, run, planned.number_of_fullest, memory):
         write(line)
     return ConfigError.exit_code
 
@@ -85,35 +94,22 @@ def _progress() -> Callable[[str], None]:
     return tell
 
 
-def _verdict(config: RunConfig, planned: RunPlan, limit: float | None) -> Iterator[str]:
-    """Yield whether the run can start, and whether it fits the memory of a device."""
-    fullest = planned.fullest
-    need = f"rank {fullest.rank} needs {fullest.peak / _BYTES_PER_GIB:.2f} GiB"
-    if limit is not None and fullest.peak > limit * _BYTES_PER_GIB:
-        yield f"this run does not fit --check-device-memory-gib {limit:g}: {need}"
-        return
-    yield f"this run can start on {config.world_size} ranks"
-    if limit is None:
-        yield f"memory: {need}; give --check-device-memory-gib to compare it with a device"
-    else:
-        yield f"memory: {need} and fits --check-device-memory-gib {limit:g}"
-
-
 def _suggest_fix(
-    args: Namespace, config: RunConfig, planned: RunPlan, limit: float
+    args: Namespace, config: RunConfig, number_of_fullest: int, memory: float
 ) -> Iterator[str]:
-    tried: list[Fit] = []
-    for fit in fits(args, config, planned.number_of_fullest, limit * _BYTES_PER_GIB):
-        tried.append(fit)
-        if fit.peak <= limit * _BYTES_PER_GIB:
-            yield f"cheapest change: {fit.change.words}, {fit.peak / _BYTES_PER_GIB:.2f} GiB"
+    tried = []
+    for words, peak in fits(args, config, number_of_fullest, memory):
+        size = f"{peak / _BYTES_PER_GIB:.2f} GiB"
+        if peak <= memory:
+            yield f"cheapest change: {words}, {size}"
             return
+        tried.append(f"  {words}: {size}")
     yield "no single change is enough:"
-    yield from (f"  {f.change.words}: {f.peak / _BYTES_PER_GIB:.2f} GiB" for f in tried)
+    yield from tried
 
 
 def report(config: RunConfig, planned: RunPlan, notes: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the lines of the report: layout, memory, communication, batches, length, warnings.
+    """Yield the lines of the report: layout, memory, communication, batch, warnings.
 
     ``notes`` are further warnings.
     """
@@ -122,7 +118,7 @@ def report(config: RunConfig, planned: RunPlan, notes: Sequence[str] = ()) -> It
     yield ""
     yield from plan_lines(planned)
     yield ""
-    yield from _batches(config)
+    yield _batches(config)
     warnings = [*config.warnings, *notes]
     if config.model.require_transformer_engine and (reason := unsupported_reason()) is not None:
         warnings.append(f"--require-transformer-engine: this machine cannot start it: {reason}")
@@ -146,46 +142,18 @@ def _layout(config: RunConfig) -> Iterator[str]:
         ("data", ("dp",)),
         ("one replica", ("tp", "cp", "pp")),
     ):
-        yield _row(name, dense, axes)
+        groups = dense.groups(*axes)
+        first = groups[0]
+        shown = " ".join(str(rank) for rank in first[:_SHOWN_RANKS])
+        more = f" ... {first[-1]}" if len(first) > _SHOWN_RANKS else ""
+        yield f"{name:16s} {len(first):6d} {len(groups):7d}  {shown}{more}"
 
 
-def _row(name: str, grid: RankGrid, axes: tuple[str, ...]) -> str:
-    groups = grid.groups(*axes)
-    first = groups[0]
-    shown = " ".join(str(rank) for rank in first[:_SHOWN_RANKS])
-    more = f" ... {first[-1]}" if len(first) > _SHOWN_RANKS else ""
-    return f"{name:16s} {len(first):6d} {len(groups):7d}  {shown}{more}"
-
-
-def _batches(config: RunConfig) -> Iterator[str]:
-    t, v, seq = config.training, config.validation, config.data.seq_length
-    batch, micro, dp = t.global_batch_size, t.micro_batch_size, config.data_parallel_size
-    micro_batches = batch // (micro * dp)
-    effective = micro_batches * micro * dp
-    yield (
-        f"batch: {effective:,} samples a step = {dp} replicas x {micro_batches} micro-batches x "
-        f"{micro} samples; {effective * seq:,} tokens a step"
+def _batches(config: RunConfig) -> str:
+    micro, dp = config.training.micro_batch_size, config.data_parallel_size
+    micro_batches = config.training.global_batch_size // (micro * dp)
+    samples = micro_batches * micro * dp
+    return (
+        f"batch: {samples:,} samples a step = {dp} replicas x {micro_batches} micro-batches x "
+        f"{micro} samples; {samples * config.data.seq_length:,} tokens a step"
     )
-    if t.rampup_batch_size is not None:
-        start, increment, samples = t.rampup_batch_size
-        yield f"ramp-up: from {start} by {increment} until {samples:,} samples are consumed"
-    if v.skip_train:
-        yield "length: no training (--skip-train)"
-        return
-    if t.epochs is not None:
-        yield f"length: {t.epochs:g} epochs, whose steps are counted when the run reads its data"
-        return
-    if t.train_iters is not None:
-        steps, train = t.train_iters, t.train_iters * effective
-        yield f"length: {steps:,} steps, {train:,} samples, {train * seq:,} tokens"
-    else:
-        train = t.train_samples or 0
-        steps = train // effective
-        at_least = "at least " if t.rampup_batch_size is not None else ""
-        yield f"length: {train:,} samples, {at_least}{steps:,} steps, {train * seq:,} tokens"
-    if not v.full_validation:
-        passes = steps // v.eval_interval + 1
-        yield (
-            f"evaluation: {passes:,} times {v.eval_iters} batches = "
-            f"{passes * v.eval_iters * effective:,} samples; test {v.eval_iters * effective:,}"
-        )

@@ -76,7 +76,14 @@ def cost_of_rank(
     before, random_state = rank_local.take(), torch.get_rng_state()
     rank_local.put({})
     try:
-        with _imagined(config), contextlib.redirect_stdout(io.StringIO()):
+        # A device without memory: meta, or with FSDP2, which refuses meta, fake tensors.
+        is_fake = is_fully_sharded(config.ddp)
+        with (
+            device.simulate_device(config.distributed.device, without_memory=not is_fake),
+            _own_tables(),
+            FakeTensorMode() if is_fake else contextlib.nullcontext(),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             dist.init_process_group(
                 "cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=config.world_size
             )
@@ -100,22 +107,17 @@ def cost_of_rank(
         torch.set_rng_state(random_state)
 
 
-@contextlib.contextmanager
-def _imagined(config: RunConfig) -> Iterator[None]:
-    """Simulate a device without memory: meta, or with FSDP2, which refuses meta, fake tensors."""
-    is_fake = is_fully_sharded(config.ddp)
-    with (
-        device.simulate_device(config.distributed.device, without_memory=not is_fake),
-        _own_tables(),
-        FakeTensorMode() if is_fake else contextlib.nullcontext(),
-    ):
-        yield
-
-
 def _run_without_values(config: TransformerConfig, model: nn.Module) -> None:
     """Choose kernels and lengths by shapes alone; give each expert equally many rows."""
     factor = config.moe_expert_capacity_factor
     share = 1.0 if factor is None else min(1.0, factor)
+
+    def count_rows(
+        num_experts: int, routing: RoutingResult, group: dist.ProcessGroup | None
+    ) -> list[list[int]]:
+        rows = -int(-routing.experts.numel() * share // num_experts)
+        return [[rows] * routing.num_experts] * (group.size() if group else 1)
+
     for module in model.modules():
         if isinstance(module, DotProductAttention):
             module.sdpa = attention_without_memory
@@ -123,15 +125,7 @@ def _run_without_values(config: TransformerConfig, model: nn.Module) -> None:
             vars(module)["reads_values"] = False
         dispatcher = vars(module).get("dispatcher")
         if isinstance(dispatcher, TokenDispatcher):
-            dispatcher.count_rows = partial(_even_counts, share, dispatcher.num_experts)
-
-
-def _even_counts(
-    share: float, num_experts: int, routing: RoutingResult, group: dist.ProcessGroup | None
-) -> list[list[int]]:
-    """Return the rows of each expert, if ``share`` of all rows is divided evenly."""
-    rows = -int(-routing.experts.numel() * share // num_experts)
-    return [[rows] * routing.num_experts] * (group.size() if group else 1)
+            dispatcher.count_rows = partial(count_rows, dispatcher.num_experts)
 
 
 @contextlib.contextmanager
@@ -317,11 +311,18 @@ class _Trial:
         executor.begin([Work(kind, i, chunk) for i in range(3) for kind in kinds])
         for kind in kinds:
             self._pass(executor, neighbours, Work(kind, 0, chunk))
-        forward = self._pass(executor, neighbours, Work("forward", 1, chunk))
-        gathered = _gathered(run, chunk)
-        later = {kind: self._pass(executor, neighbours, Work(kind, 1, chunk)) for kind in kinds[1:]}
-        later["backward"] = _without(later["backward"], -gathered)
-        return {"forward": _without(forward, gathered), **later}
+        costs = {"forward": self._pass(executor, neighbours, Work("forward", 1, chunk))}
+        gathered = 0  # bytes of weights that forward leaves gathered for backward, which frees them
+        if is_fully_sharded(run.config.ddp) and reshards_after_forward(run.config.ddp):
+            params = run.model_chunks[chunk].parameters()
+            gathered = storage_bytes(p for p in params if local_part(p) is p)
+        costs |= {
+            kind: self._pass(executor, neighbours, Work(kind, 1, chunk)) for kind in kinds[1:]
+        }
+        for kind, change in (("forward", gathered), ("backward", -gathered)):
+            cost = costs[kind]
+            costs[kind] = replace(cost, kept=cost.kept - change, gathered=gathered)
+        return costs
 
     def _pass(self, executor: Executor, neighbours: _Neighbours, work: Work) -> PassCost:
         neighbours.received = 0
@@ -336,18 +337,6 @@ class _Trial:
             handed_on=handed_on,
             sent=measured.sent,
         )
-
-
-def _gathered(run: _PlannedRank, chunk: int) -> int:
-    """Return the bytes of weights that forward leaves gathered for backward, which frees them."""
-    if not (is_fully_sharded(run.config.ddp) and reshards_after_forward(run.config.ddp)):
-        return 0
-    return storage_bytes(p for p in run.model_chunks[chunk].parameters() if local_part(p) is p)
-
-
-def _without(cost: PassCost, gathered: int) -> PassCost:
-    """Return ``cost`` with gathered (or freed) bytes in their own field."""
-    return replace(cost, kept=cost.kept - gathered, gathered=abs(gathered))
 
 
 def _forward_step(
@@ -438,7 +427,5 @@ def axes_of(groups: ProcessGroupCollection) -> dict[str, str]:
 
     Other groups only reduce norms or counts.
     """
-    axes: dict[str, str] = {}
-    for name, axis in _AXES.items():
-        axes.setdefault(getattr(groups, name).group_name, axis)
-    return axes
+    names = reversed(_AXES)  # of several names of one group the first counts
+    return {getattr(groups, name).group_name: _AXES[name] for name in names}

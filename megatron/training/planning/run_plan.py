@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from megatron.core.pipeline_parallel.communication_plan import Pass, inputs
 from megatron.core.pipeline_parallel.plan import Instruction, Placement, Work
 from megatron.core.pipeline_parallel.schedules import plan_of
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.distillation import DistillationConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.automatic_settings import (
     chunk_line,
-    costs,
     resolve_loss_chunks,
     resolve_pipeline_split,
 )
@@ -55,7 +52,6 @@ class RunPlan:
     stages: tuple[Stage, ...]  # in the order of the pipeline
     num_microbatches: int
     bubble: float  # idle over busy time, with stages of equal duration
-    bubble_of_stages: float  # the same, with these stages
     has_vocabulary: bool  # whether its size is known and counted
     loss_chunks: str | None  # log line, if the loss is computed in chunks
 
@@ -103,7 +99,9 @@ def plan_run(
     num_chunks = model.virtual_pipeline_model_parallel_size or 1
     per_step = config.training.micro_batch_size * config.data_parallel_size
     num_microbatches = max(1, batch // per_step)
-    shown = min(num_microbatches, _ROUNDS * max(num_ranks, _group(model)))
+    shown = min(
+        num_microbatches, _ROUNDS * max(num_ranks, model.microbatch_group_size_per_vp_stage or 1)
+    )
     if model.defer_embedding_wgrad_compute:  # its memory grows until the end of the step
         shown = num_microbatches
     placement, plan = plan_of(model, num_ranks, num_chunks, shown)
@@ -133,19 +131,13 @@ def plan_run(
                 volumes=volumes(plan[number], known[kind], num_microbatches / shown),
             )
         )
-    bubble = partial(_bubble, plan, placement, shown, num_microbatches)
     return RunPlan(
         stages=tuple(stages),
         num_microbatches=num_microbatches,
-        bubble=bubble([1.0] * placement.num_stages),
-        bubble_of_stages=bubble(_loads(config, rows)),
+        bubble=_bubble(plan, placement, shown, num_microbatches),
         has_vocabulary=vocabulary is not None,
         loss_chunks=chunk_line(config, rows),
     )
-
-
-def _group(model: TransformerConfig) -> int:
-    return model.microbatch_group_size_per_vp_stage or 1
 
 
 def _layers(config: RunConfig, placement: Placement, number: int) -> tuple[range, ...]:
@@ -173,24 +165,13 @@ def _kind(
     return ends, tuple(tuple(every[i] for i in chunk) for chunk in layers)
 
 
-def _loads(config: RunConfig, vocabulary: int) -> list[float]:
-    """Return the time of each virtual stage, divided by their mean."""
-    layers, embedding, loss = costs(config, vocabulary)
-    loads = [sum(layers[i] for i in stage) for stage in layers_of_stages(config)]
-    loads[0] += embedding
-    loads[-1] += loss
-    mean = sum(loads) / len(loads)
-    return [load / mean for load in loads]
-
-
 def _bubble(
     plan: Sequence[Sequence[Instruction]],
     placement: Placement,
     num_shown: int,
     num_microbatches: int,
-    loads: Sequence[float],
 ) -> float:
-    """Return idle over busy time of a step, if a pass of stage i takes ``loads[i]``.
+    """Return idle over busy time of a step, if passes of all stages take the same time.
 
     A backward pass takes twice the time if weight gradients have no passes of their own; transfers
     take none.  ``plan`` has ``num_shown`` of the ``num_microbatches`` micro-batches.
@@ -208,7 +189,7 @@ def _bubble(
                 if source not in ends:
                     break
                 passes.popleft()
-                took = loads[stage] * (1 if has_weight_passes or kind == "forward" else 2)
+                took = 1 if has_weight_passes or kind == "forward" else 2
                 busy[rank] += took
                 now[rank] = max(now[rank], ends[source]) + took
                 ends[kind, microbatch, stage] = now[rank]
@@ -244,8 +225,8 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
     yield from _communication(plan)
     yield ""
     yield (
-        f"bubble: {plan.bubble:.1%} of the computing time with equal stages, "
-        f"{plan.bubble_of_stages:.1%} with these ({plan.num_microbatches} micro-batches a step)"
+        f"bubble: {plan.bubble:.1%} of the computing time with equal stages "
+        f"({plan.num_microbatches} micro-batches a step)"
     )
 
 

@@ -93,7 +93,7 @@ def kind_of(code: int) -> str:
 def _report(rank: int, kind: str, code: int, reason: str | None) -> dict[str, Any]:
     causes = _FIRST_CAUSE.findall(reason or "")
     caused_by = int(causes[-1]) if causes else None
-    report = {
+    return {
         "rank": rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -109,6 +109,3 @@ def _report(rank: int, kind: str, code: int, reason: str | None) -> dict[str, An
         **_noted,
         "suspects": list(_suspects),
     }
-    has_checkpoint = report["saved_iteration"] or report["loaded_iteration"]
-    report["resumable"] = bool(has_checkpoint) and code not in (2, 65) and kind != "done"
-    return report

@@ -35,8 +35,6 @@ def test_the_plan_shows_layout_memory_batches_and_warnings() -> None:
     assert (
         "batch: 128 samples a step = 16 replicas x 4 micro-batches x 2 samples; 4,096 tokens a step"
     ) in lines
-    assert "length: 10 steps, 1,280 samples, 40,960 tokens" in lines
-    assert "evaluation: 1 times 100 batches = 12,800 samples; test 12,800" in lines
     assert "memory of one rank of each pipeline stage, GiB (computed, tensors only):" in lines
     assert lines[-1].startswith("  - --use-mcore-models is without effect")
 
@@ -127,19 +125,6 @@ def test_the_world_of_the_launcher_is_the_default(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert report("")[1][0] == "this run can start on 4 ranks"
     assert report("--check-world-size 2")[1][0] == "this run can start on 2 ranks"
-
-
-def test_runs_in_samples_and_runs_without_training_have_a_length() -> None:
-    _, lines = report("--train-samples 100", without=("--train-iters",))
-    assert "length: 100 samples, 50 steps, 3,200 tokens" in lines
-    _, lines = report("--skip-train --full-validation", without=("--train-iters", "--lr"))
-    assert "length: no training (--skip-train)" in lines
-    _, lines = report(
-        "--train-samples 100 --rampup-batch-size 2 2 16 --global-batch-size 8",
-        without=("--train-iters",),
-    )
-    assert "ramp-up: from 2 by 2 until 16 samples are consumed" in lines
-    assert "length: 100 samples, at least 12 steps, 3,200 tokens" in lines
 
 
 def test_an_unknown_vocabulary_is_said_to_be_left_out() -> None:

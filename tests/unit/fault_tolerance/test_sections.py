@@ -84,7 +84,7 @@ def test_sections_reach_nvidias_client_in_order(
     monitor: sections.Monitor, client: FakeClient, tmp_path: Path
 ) -> None:
     monitor.enable(str(tmp_path), learns=True)
-    train(CallbackList([Sections(agrees=False)]), 3)
+    train(CallbackList([Sections()]), 3)
     assert client.sections() == (
         "+setup -setup +step -step +step -step +step -step +checkpointing -checkpointing "
         "+step -step"
@@ -125,7 +125,7 @@ def test_limits_are_learned_and_saved_for_the_next_run(
 ) -> None:
     monitor.enable(str(tmp_path), learns=True)
     ft_integration.on_checkpoint_loaded(is_local_chkpt=False)
-    train(CallbackList([Sections(agrees=False)]), 17)
+    train(CallbackList([Sections()]), 17)
     assert set(monitor.limits.learned) == {"setup", "step", OUT_OF_SECTION}
     assert Limits.load(tmp_path / STATE_FILE) == monitor.limits
     assert monitor.seen.counts == {"setup": 1, "step": 18, "checkpointing": 1, OUT_OF_SECTION: 19}
@@ -134,7 +134,7 @@ def test_limits_are_learned_and_saved_for_the_next_run(
 def test_a_setup_that_loads_nothing_is_too_short_to_learn(monitor: sections.Monitor) -> None:
     monitor.enable(None, learns=False)
     ft_integration.on_checkpoint_loaded(is_local_chkpt=True)
-    train(CallbackList([Sections(agrees=False)]), 17)
+    train(CallbackList([Sections()]), 17)
     assert "setup" not in monitor.limits.learned
 
 
@@ -142,7 +142,7 @@ def test_without_calc_ft_timeouts_nothing_is_saved(
     monitor: sections.Monitor, tmp_path: Path
 ) -> None:
     monitor.enable(str(tmp_path), learns=False)
-    train(CallbackList([Sections(agrees=False)]), 17)
+    train(CallbackList([Sections()]), 17)
     assert "step" in monitor.limits.learned
     assert list(tmp_path.iterdir()) == []
 
@@ -151,7 +151,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
     monitor: sections.Monitor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monitor.enable(str(tmp_path / "missing"), learns=True)
-    train(CallbackList([Sections(agrees=False)]), 17)
+    train(CallbackList([Sections()]), 17)
     assert capsys.readouterr().out.count("WARNING: --calc-ft-timeouts: ") == 1
 
 
@@ -164,7 +164,7 @@ def test_the_supervisor_sees_sections_and_limits(
     sections.start_heartbeat()
     assert registered == [signal.SIGUSR2]
     run = fake_run()
-    callback = Sections(agrees=False)
+    callback = Sections()
     seen = []
     for _ in range(17):
         callback.on_step_start(run)
