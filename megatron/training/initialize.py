@@ -111,7 +111,10 @@ def configure(
         apply_checkpoint_args(namespace)
     _choose_kind(namespace)
     _read_layers(namespace)
-    _skip_rejected(namespace)
+    path = namespace.result_rejected_tracker_filename
+    if path is not None and (rejected := steps_to_skip(path)):
+        skipped = {*(namespace.iterations_to_skip or ()), *rejected}
+        namespace.iterations_to_skip = sorted(skipped)
     problems = callback_problems(namespace.callback)
     if namespace.check_only:
         status = planning.check_only(namespace, problems=problems, trains=trains)
@@ -195,17 +198,6 @@ def _read_layers(namespace: argparse.Namespace) -> None:
                 f"--heterogeneous-layers-config-path {path} cannot be read: {error}"
             ) from None
         namespace.heterogeneous_layers_config_encoded_json = text
-
-
-def _skip_rejected(namespace: argparse.Namespace) -> None:
-    """Add the steps that --result-rejected-tracker-filename records to --iterations-to-skip.
-
-    Raises ConfigError if the file is no tracker file.
-    """
-    path = namespace.result_rejected_tracker_filename
-    if path is not None and (rejected := steps_to_skip(path)):
-        skipped = {*(namespace.iterations_to_skip or ()), *rejected}
-        namespace.iterations_to_skip = sorted(skipped)
 
 
 def start(config: RunConfig) -> RunContext:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -108,34 +108,14 @@ def _engine_computes(config: RunConfig) -> bool:
 
 
 def print_fused_operations(config: RunConfig) -> None:
-    """Print on rank 0 which kernels compute fused operations, and which ones are not fused."""
+    """Print on rank 0 which kernels compute fused operations."""
     model = config.model
     is_adam = config.optimizer.optimizer == "adam"
     backend = kernel_backend(model.params_dtype)
     print_rank_0(f"fused operations: {backend}")
-    if backend.startswith("kernels"):
-        for operation, reason in _unfused_operations(config):
-            print_rank_0(f"    not fused: {operation} ({reason})")
     is_split = backend.startswith("kernels") and model.bf16 and is_adam
     if is_split and not is_fully_sharded(config.ddp):
         print_rank_0("    fp32 main parameters: each bf16 weight and a 16-bit remainder")
-
-
-def _unfused_operations(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield each operation that could be fused and is not, with the reason."""
-    model = config.model
-    if model.gated_linear_unit and not model.bias_swiglu_fusion:
-        yield "gated activation", "--no-bias-swiglu-fusion"
-    has_rope = config.language_model.position_embedding_type in ("rope", "mrope")
-    if (has_rope or model.multi_latent_attention) and not model.apply_rope_fusion:
-        yield "rotary position embedding", "--no-rope-fusion"
-    if device.launches_kernels(device.current()):
-        if not model.bias_dropout_fusion:
-            yield "bias-dropout-add", "--no-bias-dropout-fusion"
-        return
-    if not model.masked_softmax_fusion:
-        yield "causal softmax", "--no-masked-softmax-fusion"
-    yield "bias-dropout-add", "PyTorch is as fast"
 
 
 def print_gradient_accumulation_fusion(config: RunConfig, chunks: Sequence[nn.Module]) -> None:
@@ -144,12 +124,7 @@ def print_gradient_accumulation_fusion(config: RunConfig, chunks: Sequence[nn.Mo
         return
     params = [p for chunk in chunks for p in chunk.parameters()]
     fused = sum(adds_to_main_grad(p) for p in params)
-    if fused:
-        answer = f"yes, for {fused} parameters"
-    elif any(hasattr(p, "main_grad") for p in params):
-        answer = f"no, slower here for {config.model.params_dtype} GEMMs and fp32 sums"
-    else:
-        answer = "no, the parameters have no gradient buffer"
+    answer = f"yes, for {fused} parameters" if fused else "no, this would be slower or impossible"
     print_rank_0(f"gradient accumulation fused: {answer}")
 
 

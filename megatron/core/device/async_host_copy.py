@@ -26,5 +26,5 @@ class AsyncHostCopy:
     def get_list(self) -> list[Any]:
         """Return the values of a vector or a scalar; blocks until the copy is complete."""
         device.wait_for(self._arrived)
-        values: list[Any] = self._here.view(-1).tolist()
-        return values
+        # Not tolist(): the planner gives a value to item() of a tensor without memory.
+        return [value.item() for value in self._here.view(-1)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,12 +76,6 @@ class Board:
     slots: memoryview[int]  # see SIGN_NS, PROGRESS, IS_INSIDE, CALL
     name: memoryview  # operation, group and ranks in UTF-8, padded with zeros
 
-    def begin(self, note: _Note) -> None:
-        """Write a collective that begins."""
-        self.slots[IS_INSIDE] = 1
-        self.set_name(note)
-        self.sign()
-
     def sign(self) -> None:
         """Write the time and the progress."""
         self.slots[SIGN_NS] = time.monotonic_ns()
@@ -118,7 +112,7 @@ class Record:
     progress: int = 0  # number of operations started plus number of waits completed
     is_idle: bool = False  # the rank waits for work, however long that takes
     begun: deque[_Note] = field(default_factory=lambda: deque(maxlen=256))
-    purposes: Iterator[object] = iter(())
+    purposes: Iterator[object] = iter(())  # descriptions of the next sends and receives, in order
     groups: dict[int, _Group] = field(default_factory=dict)
     board: Board | None = None  # of a rank with a heartbeat
 
@@ -152,11 +146,6 @@ def waiting_for_work(is_idle: bool) -> Iterator[None]:
         record.is_idle = before
 
 
-def name_transfers(purposes: Iterable[object]) -> None:
-    """Set the descriptions of the next sends and receives of this rank, in order."""
-    record.purposes = iter(purposes)
-
-
 def note_collectives() -> None:
     """Start to trace the collectives of this process; a second call has no effect."""
     if vars(ProcessGroup)["barrier"].__module__ == __name__:
@@ -180,7 +169,9 @@ def _trace_method(operation: str, begin: Callable[..., dist.Work]) -> Callable[.
         record.begun.append(note)
         record.progress += 1
         if record.board is not None:
-            record.board.begin(note)
+            record.board.slots[IS_INSIDE] = 1
+            record.board.set_name(note)
+            record.board.sign()
         work = begin(self, *args, **kwargs)
         note[-1] = id(work)
         record.inside = None

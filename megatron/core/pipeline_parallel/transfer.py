@@ -75,7 +75,7 @@ class Mailbox:
                 torch.empty(self._shape(transfer), dtype=self.dtype, device=device.current())
                 for transfer in batch.receives
             ]
-            collective_tracer.name_transfers(
+            collective_tracer.record.purposes = (
                 f"{transfer.kind} of microbatch {transfer.microbatch}"
                 for transfer in (*batch.sends, *batch.receives)
             )

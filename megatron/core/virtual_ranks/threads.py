@@ -273,7 +273,7 @@ def _shared_process(world_size: int) -> Iterator[None]:
     rank_local.each_rank_owns(distributed_c10d, *_TORCH)
     rank_local.each_rank_owns(world, *vars(world))
     before, randomness, hook = rank_local.take(), random_states(), sys.excepthook
-    launch = {name: os.environ.get(name) for name in _LAUNCH}
+    environment = dict(os.environ)
     os.environ.update(dict(zip(_LAUNCH, ("0", "0", str(world_size), str(world_size)), strict=True)))
     rank_local.put({})
     _set_thread_isolation_mode(True)  # torch's C++ registry of group names becomes thread-local
@@ -284,8 +284,6 @@ def _shared_process(world_size: int) -> Iterator[None]:
         rank_local.put(before)
         set_random_states(randomness)
         sys.excepthook = hook
-        for name, value in launch.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in _LAUNCH:
+            os.environ.pop(name, None)
+        os.environ.update(environment)

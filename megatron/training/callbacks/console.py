@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TextIO
 
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
@@ -129,7 +130,8 @@ class ProgressBar(Callback):
         filled = _BAR_WIDTH * done // total
         bar = "#" * filled + "." * (_BAR_WIDTH - filled)
         steps, elapsed_s = done - self._first_iteration, time.monotonic() - self._started_at_s
-        left = f" {_duration(elapsed_s / steps * (total - done))} left" if steps else ""
+        left_s = int(elapsed_s / steps * (total - done)) if steps else 0
+        left = f" {timedelta(seconds=left_s)} left" if steps else ""
         self._stream.write(f"\r[{bar}] {done}/{total}{left}\x1b[K")
         self._stream.flush()
 
@@ -140,9 +142,3 @@ class ProgressBar(Callback):
     def close(self) -> None:
         if self._stream is not sys.stderr:
             self._stream.close()
-
-
-def _duration(seconds: float) -> str:
-    minutes, s = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{s:02d}"

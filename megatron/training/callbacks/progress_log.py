@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.training.checkpointing.checkpointer import CheckpointEvent
@@ -22,17 +21,6 @@ _EVENTS = {
     "finalized": "Saved async checkpoint",
     "deleted": "Deleted checkpoint",
 }
-
-
-@dataclass(frozen=True)
-class SeriesStart:
-    """Start of the latest consecutive jobs with the same number of GPUs.
-
-    ``num_floating_point_operations`` are those of the run before that start.
-    """
-
-    started_at_s: float
-    num_floating_point_operations: float
 
 
 class ProgressLog(Callback):
@@ -60,10 +48,13 @@ class ProgressLog(Callback):
         tokens = run.state.consumed_train_samples * run.config.data.seq_length
         now_s = time.time()
         job = (flops - self._flops_at_start) / (now_s - run.started_at_s)
-        start = self._series_start() or SeriesStart(run.started_at_s, self._flops_at_start)
+        try:
+            start = series_start(self._path.read_text().splitlines(), self._world_size)
+        except (ValueError, IndexError) as error:  # a line that this class did not write
+            raise SinkFailed(f"it holds a damaged line: {error}") from error
+        started_at_s, flops_before = start or (run.started_at_s, self._flops_at_start)
         # the file has dates in whole seconds, so the difference may be close to 0
-        series_s = max(1.0, now_s - start.started_at_s)
-        cumulative = (flops - start.num_floating_point_operations) / series_s
+        cumulative = (flops - flops_before) / max(1.0, now_s - started_at_s)
         scale = 1e12 * self._world_size
         return [
             f"Job throughput: {job / scale:.1f} TFLOP/s/GPU",
@@ -71,12 +62,6 @@ class ProgressLog(Callback):
             f"Floating-point operations: {flops:.2e}",
             f"Tokens (in billions): {tokens / 1e9:.2f}",
         ]
-
-    def _series_start(self) -> SeriesStart | None:
-        try:
-            return series_start(self._path.read_text().splitlines(), self._world_size)
-        except (ValueError, IndexError) as error:  # a line that this class did not write
-            raise SinkFailed(f"it holds a damaged line: {error}") from error
 
     def _append(self, *event: str) -> None:
         job = os.environ.get("SLURM_JOB_ID", "")
@@ -86,12 +71,13 @@ class ProgressLog(Callback):
             file.write("\t".join(line) + "\n")
 
 
-def series_start(lines: list[str], world_size: int) -> SeriesStart | None:
+def series_start(lines: list[str], world_size: int) -> tuple[float, float] | None:
     """Return the start of the latest consecutive jobs on ``world_size`` GPUs, or None.
 
+    It is a time in seconds, and the floating-point operations of the run before that time.
     ``lines`` are the lines of the file.  Raise ValueError or IndexError for a damaged line.
     """
-    start: SeriesStart | None = None
+    start: tuple[float, float] | None = None
     flops = 0.0
     for line in lines:
         columns = line.split("\t")
@@ -102,5 +88,5 @@ def series_start(lines: list[str], world_size: int) -> SeriesStart | None:
         if int(columns[2].split(": ")[1]) != world_size:
             start = None
         elif start is None and columns[3] == "Starting job":
-            start = SeriesStart(time.mktime(time.strptime(columns[0], _DATE)), flops)
+            start = time.mktime(time.strptime(columns[0], _DATE)), flops
     return start

@@ -34,8 +34,8 @@ from megatron.training.fault_tolerance.heartbeat import (
     VARIABLE,
     HangWatch,
     Limits,
+    is_stopped,
     likely_cause,
-    process_state,
     read_heartbeats,
 )
 from megatron.training.fault_tolerance.outcome import NodeReport, RankEnd, read_reports
@@ -106,7 +106,12 @@ class AttemptAgent(LocalElasticAgent):
                 attempt.announce("ended")
         except (dist.DistError, RendezvousError) as error:
             self.lost_store = str(error).splitlines()[0]
-        self._end_ranks()
+        codes = [end.code for end in self.processes.ends.values()]
+        # 2: every rank has the same message.
+        is_final = self._stop.first is not None or 2 in codes
+        patience_s = 0.0 if is_final else self._limits.peer_timeout
+        self.processes.end(patience_s, lambda: not self._stop.is_second)
+        self._shutdown()  # closes their logs
         group.state = WorkerState.STOPPED
         ranks = dict.fromkeys(worker.global_rank for worker in group.workers)
         return RunResult(state=WorkerState.STOPPED, return_values=ranks)
@@ -156,15 +161,6 @@ class AttemptAgent(LocalElasticAgent):
     def _ask_ranks_to_stop(self) -> None:
         self._asked_to_stop_at_s = time.monotonic()
         self.processes.send(signal.SIGTERM)
-
-    def _end_ranks(self) -> None:
-        """End all ranks of this node, and close their logs."""
-        codes = [end.code for end in self.processes.ends.values()]
-        # 2: every rank has the same message.
-        is_final = self._stop.first is not None or 2 in codes
-        patience_s = 0.0 if is_final else self._limits.peer_timeout
-        self.processes.end(patience_s, lambda: not self._stop.is_second)
-        self._shutdown()
 
     def report(self, node: str) -> NodeReport:
         """Return how the ranks of this node have ended."""
@@ -324,15 +320,14 @@ class HangDetector:
         hangs = self._watch.poll(beats, self._limits(), now_ns)
         if not hangs:
             return False
-        states = {beat.rank: process_state(beat.pid) for beat in beats}
+        stopped = {beat.rank for beat in beats if is_stopped(beat.pid)}
         # A rank with a heartbeat prints the stacks of all its threads; others would end.
-        processes.send(signal.SIGUSR2, list(states))
+        processes.send(signal.SIGUSR2, [beat.rank for beat in beats])
         time.sleep(_STACKS_S)
         for hang in hangs:
             beat = hang.heartbeat
-            is_stopped = states[beat.rank] == "stopped"
-            text = f"its process is stopped; {hang}" if is_stopped else str(hang)
-            runs, is_in_collective, _ = likely_cause(beat, is_stopped)
+            text = f"its process is stopped; {hang}" if beat.rank in stopped else str(hang)
+            runs, is_in_collective, _ = likely_cause(beat, beat.rank in stopped)
             # Other hosts have another clock: compare the time that has passed since the sign.
             self.found[beat.rank] = (text, (float(runs), float(is_in_collective), -hang.waited_s))
         processes.kill(min(self.found, key=lambda rank: self.found[rank][1]))

@@ -134,7 +134,7 @@ def _map_file(path: Path) -> mmap.mmap:
 def read_heartbeats(folder: str | os.PathLike[str]) -> list[Heartbeat]:
     """Return the heartbeats in ``folder``, in the order of ranks.
 
-    Skips files that are not complete.  The processes may have ended: see `process_state`.
+    Skips files that are not complete.  The processes may have ended.
     """
     found: list[Heartbeat] = []
     with contextlib.suppress(OSError):
@@ -146,14 +146,11 @@ def read_heartbeats(folder: str | os.PathLike[str]) -> list[Heartbeat]:
     return sorted(found, key=lambda heartbeat: heartbeat.rank)
 
 
-def process_state(pid: int) -> str:
-    """Return ``running``, ``stopped`` (SIGSTOP or a debugger) or ``ended`` of a local process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "ended"
-    letter = text.rpartition(")")[2].split()[0]
-    return {"T": "stopped", "t": "stopped", "Z": "ended", "X": "ended"}.get(letter, "running")
+def is_stopped(pid: int) -> bool:
+    """Return whether a local process is stopped (SIGSTOP or a debugger)."""
+    with contextlib.suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 def _parse(rank: int, data: bytes) -> list[Heartbeat]:
@@ -315,13 +312,13 @@ class HangWatch:
         )
 
 
-def likely_cause(heartbeat: Heartbeat, is_stopped: bool = False) -> tuple[bool, bool, int]:
+def likely_cause(heartbeat: Heartbeat, stopped: bool = False) -> tuple[bool, bool, int]:
     """Return a sort key of hanging ranks: the rank that the others wait for comes first.
 
     That is a rank whose process is stopped, then one in no collective, then the one whose last sign
     is oldest.
     """
-    return (not is_stopped, heartbeat.is_in_collective, heartbeat.sign_ns)
+    return (not stopped, heartbeat.is_in_collective, heartbeat.sign_ns)
 
 
 def _mapping(value: object) -> dict[str, object]:

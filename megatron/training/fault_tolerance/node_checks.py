@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
@@ -123,7 +122,9 @@ def matmul() -> dict[str, Any]:
     """
     size = 4096 if device.is_cuda() else 512
     dtype = torch.bfloat16 if device.is_cuda() else torch.float32
-    fixed = _fixed_matrix(size).to(device.current(), dtype)
+    numbers = torch.arange(size * size, dtype=torch.int64) * 2654435761 % 1000003
+    values = numbers.double() / 1000003 - 0.5  # the same on every machine
+    fixed = values.view(size, size).to(device.current(), dtype)
     hashes = set()
     for _ in range(_ROUNDS):
         product = fixed
@@ -306,12 +307,6 @@ def device_name() -> str:
     found = re.search("model name.*: (.*)", cpus.read_text()) if cpus.exists() else None
     model = found[1] if found else platform.processor() or platform.machine()
     return f"{model}, {torch.get_num_threads()} threads"
-
-
-def _fixed_matrix(size: int) -> Tensor:
-    """Return values between -0.5 and 0.5 that are the same on every machine."""
-    numbers = torch.arange(size * size, dtype=torch.int64)
-    return ((numbers * 2654435761 % 1000003).double() / 1000003 - 0.5).view(size, size)
 
 
 def _fastest_s(run: Callable[[], None]) -> float:

@@ -304,7 +304,10 @@ class Connector:
             except (RendezvousConnectionError, RendezvousError) as error:
                 reason = str(error.__cause__ or error).splitlines()[0]
             else:
-                self._publish(config)
+                if config.rdzv_endpoint != self._config.rdzv_endpoint:
+                    moved = {"run_id": config.run_id, "endpoint": config.rdzv_endpoint}
+                    with contextlib.suppress(OSError):
+                        (self._folder / _FILE).write_text(json.dumps(moved))
                 return found
             if time.monotonic() - begin_s > self.join_timeout_s:
                 break
@@ -349,12 +352,6 @@ class Connector:
             if is_same_run and endpoint != self._config.rdzv_endpoint and _is_reachable(endpoint):
                 return endpoint
         return None
-
-    def _publish(self, config: LaunchConfig) -> None:
-        if config.rdzv_endpoint != self._config.rdzv_endpoint:
-            text = json.dumps({"run_id": config.run_id, "endpoint": config.rdzv_endpoint})
-            with contextlib.suppress(OSError):
-                (self._folder / _FILE).write_text(text)
 
 
 def check_parameters(config: LaunchConfig) -> None:

@@ -65,10 +65,10 @@ class History:
 class Decision:
     """What follows: a restart with ``history``, or the end of the run with ``code``."""
 
-    restarts: bool
-    code: int
     why: str
     history: History
+    restarts: bool = False
+    code: int = 0
     backoff_s: float = 0.0
 
 
@@ -90,16 +90,15 @@ def decide(
     history = replace(history, attempts=history.attempts + 1, outcomes=outcomes)
     if outcome.stop_signal is not None:
         code = 0 if outcome.is_done else 128 + outcome.stop_signal
-        return Decision(restarts=False, code=code, why="stopped by a signal", history=history)
+        return Decision(code=code, why="stopped by a signal", history=history)
     if outcome.is_done and not (is_join and outcome.was_stopped):
         why = "stopped as asked" if outcome.was_stopped else "done"
-        return Decision(restarts=False, code=0, why=why, history=history)
+        return Decision(why=why, history=history)
     if is_join:
-        why = "further nodes join"
-        return Decision(restarts=True, code=0, why=why, history=_note_checkpoints(history, outcome))
+        history = _note_checkpoints(history, outcome)
+        return Decision(restarts=True, why="further nodes join", history=history)
     if outcome.code in (USER_ERROR, BAD_DATA):
-        why = f"no restart cures exit status {outcome.code}"
-        return Decision(restarts=False, code=outcome.code, why=why, history=history)
+        return _stop(history, outcome, f"no restart cures exit status {outcome.code}")
     history = _count_failure(history, outcome, options)
     decision = _restart(history, outcome, options, has_spare_node, older_checkpoint)
     if decision.restarts and history.restarts >= options.max_restarts:
@@ -163,7 +162,6 @@ def _restart(
     exponent = max(0, history.no_progress - 1)
     return Decision(
         restarts=True,
-        code=0,
         why=why,
         history=replace(history, restarts=history.restarts + 1),
         backoff_s=min(_MAX_BACKOFF_S, options.restart_backoff * 2**exponent),
@@ -171,7 +169,7 @@ def _restart(
 
 
 def _stop(history: History, outcome: Outcome, why: str) -> Decision:
-    return Decision(restarts=False, code=outcome.code, why=why, history=history)
+    return Decision(code=outcome.code, why=why, history=history)
 
 
 def _count_failure(history: History, outcome: Outcome, options: Options) -> History:

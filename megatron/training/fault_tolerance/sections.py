@@ -68,11 +68,6 @@ class Monitor:
         """Whether sections are watched."""
         return self._file is not None
 
-    @property
-    def is_supervised(self) -> bool:
-        """Whether another process enforces the limits: the supervisor or NVIDIA's monitor."""
-        return self._shared_folder is not None or self.client is not None
-
     def start(self, folder: str | None = None) -> None:
         """Begin the setup; write the heartbeat into ``folder``, else into private memory.
 
@@ -199,7 +194,8 @@ class Monitor:
     def find_hang(self) -> FindHang:
         """Return the function by which the ranks watch each other, if no other process does."""
         file = self._file
-        if file is None or self.is_supervised:
+        # The supervisor or NVIDIA's monitor enforces the limits.
+        if file is None or self._shared_folder is not None or self.client is not None:
             return lambda store: None
         return PeerMonitor(rank(), world_size(), file.read, lambda: self.limits).poll
 

@@ -315,7 +315,7 @@ class Supervisor:
         return self._end(code, f"the run ended while this node waited: {result}")
 
     def _end(self, code: int, why: str) -> Decision:
-        return Decision(restarts=False, code=code, why=why, history=self._history)
+        return Decision(code=code, why=why, history=self._history)
 
     def _wait_for_the_end(self) -> Decision:
         """Wait, as an excluded node, which may host the store, until the others end the run.

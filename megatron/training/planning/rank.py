@@ -311,7 +311,9 @@ class _Trial:
         executor.begin([Work(kind, i, chunk) for i in range(3) for kind in kinds])
         for kind in kinds:
             self._pass(executor, neighbours, Work(kind, 0, chunk))
-        costs = {"forward": self._pass(executor, neighbours, Work("forward", 1, chunk))}
+        costs: dict[PassKind, PassCost] = {
+            "forward": self._pass(executor, neighbours, Work("forward", 1, chunk))
+        }
         gathered = 0  # bytes of weights that forward leaves gathered for backward, which frees them
         if is_fully_sharded(run.config.ddp) and reshards_after_forward(run.config.ddp):
             params = run.model_chunks[chunk].parameters()
@@ -319,9 +321,10 @@ class _Trial:
         costs |= {
             kind: self._pass(executor, neighbours, Work(kind, 1, chunk)) for kind in kinds[1:]
         }
-        for kind, change in (("forward", gathered), ("backward", -gathered)):
-            cost = costs[kind]
-            costs[kind] = replace(cost, kept=cost.kept - change, gathered=gathered)
+        forward = costs["forward"]
+        backward = costs["backward"]
+        costs["forward"] = replace(forward, kept=forward.kept - gathered, gathered=gathered)
+        costs["backward"] = replace(backward, kept=backward.kept + gathered, gathered=gathered)
         return costs
 
     def _pass(self, executor: Executor, neighbours: _Neighbours, work: Work) -> PassCost:

@@ -108,9 +108,10 @@ def plan_run(
     pipeline = next(g for g in grids_of(config)[0].groups("pp") if rank in g)
     known: dict[Hashable, RankCost] = {}
     shapes = KnownShapes()
+    ranges = layers_of_stages(config)
     stages = []
     for number in range(num_ranks) if only is None else [range(num_ranks)[only]]:
-        layers = _layers(config, placement, number)
+        layers = tuple(ranges[placement.stage(number, c)] for c in range(num_chunks))
         kind = _kind(config, placement, number, layers)
         if kind not in known:
             if progress is not None:
@@ -138,11 +139,6 @@ def plan_run(
         has_vocabulary=vocabulary is not None,
         loss_chunks=chunk_line(config, rows),
     )
-
-
-def _layers(config: RunConfig, placement: Placement, number: int) -> tuple[range, ...]:
-    ranges = layers_of_stages(config)
-    return tuple(ranges[placement.stage(number, c)] for c in range(placement.num_chunks))
 
 
 def _kind(

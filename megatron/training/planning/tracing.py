@@ -14,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -225,17 +226,15 @@ class KnownShapes:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, object] = {}  # key -> layouts of the result
-        self._is_pure: dict[OpOverload, bool] = {}
 
     def result(
         self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         """Return what ``func(*args, **kwargs)`` returns, from the cache if possible."""
-        if func not in self._is_pure:
-            self._is_pure[func] = _is_pure(func)
-        if not self._is_pure[func]:
+        if not _is_pure(func):
             written = kwargs.get("out") if func in _WRITES_OUT else args[0] if args else None
-            if _has_only_shape(written) and _writes_values(func):
+            name = func._schema.name.removeprefix("aten::")
+            if _has_only_shape(written) and (func in _WRITES_OUT or name in _WRITES_VALUES):
                 return written
             return func(*args, **kwargs)
         try:
@@ -281,16 +280,12 @@ def _layouts(result: object) -> object:
     return layouts if is_meta and is_alone and sizes == made else None
 
 
+@cache
 def _is_pure(func: OpOverload) -> bool:
     schema = func._schema
     no_alias = all(a.alias_info is None for a in (*schema.arguments, *schema.returns))
     takes_tensors = any("Tensor" in str(a.type) for a in schema.arguments)
     return func.namespace == "aten" and no_alias and takes_tensors and func not in _HIDDEN_VIEWS
-
-
-def _writes_values(func: OpOverload) -> bool:
-    name = func._schema.name.split("::")[1]
-    return func in _WRITES_OUT or (func.namespace == "aten" and name in _WRITES_VALUES)
 
 
 def _has_only_shape(tensor: object) -> TypeGuard[Tensor]:

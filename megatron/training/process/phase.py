@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from megatron.core.rank_local import each_rank_owns
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _phase = "start-up"
 each_rank_owns(__name__, "_phase")
@@ -26,18 +22,10 @@ def enter_phase(words: str) -> None:
     _phase = words
 
 
-def in_phase(words: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+@contextmanager
+def in_phase(words: str) -> Iterator[None]:
     """Decorate a function: the current phase is ``words`` while it runs."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-            before = _phase
-            enter_phase(words)
-            result = function(*args, **kwargs)
-            enter_phase(before)
-            return result
-
-        return inside
-
-    return decorate
+    before = _phase
+    enter_phase(words)
+    yield
+    enter_phase(before)

@@ -42,8 +42,14 @@ def _delete_unused(parent: Path, keep: Path) -> None:
         with suppress(OSError):
             found = folder.lstat()
             is_mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-            if folder == keep or not is_mine or _may_be_needed(folder):
+            if folder == keep or not is_mine:
                 continue
+            # One that has checkpoints, or no lock yet, may be needed within an hour.
+            names = {entry.name for entry in folder.iterdir()}
+            if LOCK not in names or names - {LOCK, HEARTBEATS}:
+                last_s = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
+                if time.time() - last_s < _UNUSED_S:
+                    continue
             locks = [io.FileIO(lock, "a") for lock in folder.rglob(LOCK)]
             with suppress(BlockingIOError):  # a process holds it
                 for file in locks:
@@ -51,12 +57,3 @@ def _delete_unused(parent: Path, keep: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             for file in locks:
                 file.close()
-
-
-def _may_be_needed(folder: Path) -> bool:
-    """Return whether a folder was used within an hour, and has checkpoints or no lock yet."""
-    names = {entry.name for entry in folder.iterdir()}
-    if LOCK in names and names <= {LOCK, HEARTBEATS}:
-        return False
-    last_s = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
-    return time.time() - last_s < _UNUSED_S

@@ -23,7 +23,7 @@ from megatron.training.callbacks.profiler import (
     NsysRange,
     TorchProfiler,
 )
-from megatron.training.callbacks.progress_log import ProgressLog, SeriesStart, series_start
+from megatron.training.callbacks.progress_log import ProgressLog, series_start
 from megatron.training.process.signals import StopSignal
 from megatron.training.step import evaluate as evaluate_module
 from megatron.training.step.evaluate import minutes_over_limit
@@ -242,7 +242,7 @@ def test_a_series_begins_with_the_first_job_on_as_many_gpus(
         line(5, 8, "Starting job"),
         "",
     ]
-    assert series_start(lines, 8) == SeriesStart(4.0, 5e15)
+    assert series_start(lines, 8) == (4.0, 5e15)
     assert series_start(lines, 4) is None
     assert series_start([], 8) is None
 

@@ -126,17 +126,15 @@ def test_the_kernels_of_a_batch_invariant_forward_pass_are_reported(
     assert backward == "attention backends:"
 
 
-@pytest.mark.feature("Kernels: a table at the start says which are on, and why the others are not")
-def test_what_is_fused_and_what_is_missing_for_it_is_told(
+@pytest.mark.feature("Kernels: the log says at the start whose kernels compute fused operations")
+def test_the_kernels_of_fused_operations_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons = iter([None, "triton is not installed"])
     monkeypatch.setattr(kernels, "why_missing", lambda package: next(reasons))
     unsupported_reason = iter([None, "not compiled"])
     monkeypatch.setattr(cpu_kernels, "unsupported_reason", lambda dtype: next(unsupported_reason))
-    flags = "--no-rope-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion"
-    flags += " --no-bias-dropout-fusion --bf16"
-    config = run_of(f"--swiglu --position-embedding-type rope {flags}")
+    config = run_of("--swiglu --position-embedding-type rope --bf16")
     print_fused_operations(config)
     print_fused_operations(config)
     monkeypatch.setattr(device, "launches_kernels", lambda where: True)
@@ -144,16 +142,9 @@ def test_what_is_fused_and_what_is_missing_for_it_is_told(
     print_fused_operations(config)
     assert capsys.readouterr().out.splitlines() == [
         "fused operations: kernels in C++",
-        "    not fused: gated activation (--no-bias-swiglu-fusion)",
-        "    not fused: rotary position embedding (--no-rope-fusion)",
-        "    not fused: causal softmax (--no-masked-softmax-fusion)",
-        "    not fused: bias-dropout-add (PyTorch is as fast)",
         "    fp32 main parameters: each bf16 weight and a 16-bit remainder",
         "fused operations: PyTorch alone: not compiled",
         "fused operations: kernels in Triton",
-        "    not fused: gated activation (--no-bias-swiglu-fusion)",
-        "    not fused: rotary position embedding (--no-rope-fusion)",
-        "    not fused: bias-dropout-add (--no-bias-dropout-fusion)",
         "    fp32 main parameters: each bf16 weight and a 16-bit remainder",
         "fused operations: PyTorch alone: triton is not installed",
     ]
