@@ -54,11 +54,13 @@ _FIELDS = (
     same("layer_norm_eps", "norm_epsilon", 1e-12),
     same("attention_probs_dropout_prob", "attention_dropout", 0.1),
     same("hidden_dropout_prob", "hidden_dropout", 0.1),
-    demand("hidden_act", "gelu"),  # our LM head supports no other
-    demand("position_embedding_type", "absolute"),
-    demand("tie_word_embeddings", True),
-    demand("is_decoder", False),
-    demand("add_cross_attention", False),
+    demand(
+        hidden_act="gelu",  # our LM head supports no other
+        position_embedding_type="absolute",
+        tie_word_embeddings=True,
+        is_decoder=False,
+        add_cross_attention=False,
+    ),
 )
 _ALWAYS: Values = {
     "kind": "bert",

@@ -55,10 +55,10 @@ _FIELDS = (
     same("attention_dropout", "attention_dropout", 0.0),
     Field(_read_rope, _write_rope),
     same("rms_norm_eps", "norm_epsilon", 1e-6),
-    demand("rms_norm_eps", 1e-6),  # the only epsilon of latent norms in transformers
+    demand(rms_norm_eps=1e-6),  # the only epsilon of latent norms in transformers
     activation("hidden_act", "silu"),
     tied(False),
-    demand("attention_bias", False),
+    demand(attention_bias=False),
     same("q_lora_rank", "q_lora_rank", None),
     *alike("kv_lora_rank", "v_head_dim"),
     same("qk_nope_head_dim", "qk_head_dim"),
@@ -73,7 +73,7 @@ _FIELDS = (
     SHARED,
     FIRST_DENSE,
     SCALED,
-    demand("moe_layer_freq", 1),
+    demand(moe_layer_freq=1),
 )
 _ALWAYS: Values = {
     "multi_latent_attention": True,
@@ -126,9 +126,11 @@ DEEPSEEK_V2 = Family(
                 **_GROUPS.write(shape),
             },
         ),
-        demand("norm_topk_prob", False),
-        demand("scoring_func", "softmax"),
-        demand("mlp_bias", False),
+        demand(
+            norm_topk_prob=False,
+            scoring_func="softmax",
+            mlp_bias=False,
+        ),
     ),
     outside=LLAMA_OUTSIDE,
     layer=_LAYER,
@@ -146,10 +148,12 @@ DEEPSEEK_V3 = Family(
     fields=(
         *_FIELDS,
         groups(2),
-        demand("norm_topk_prob", True),
-        demand("scoring_func", "sigmoid"),
-        demand("topk_method", "noaux_tc"),
-        demand("rope_interleave", True),
+        demand(
+            norm_topk_prob=True,
+            scoring_func="sigmoid",
+            topk_method="noaux_tc",
+            rope_interleave=True,
+        ),
         same(
             "num_nextn_predict_layers",
             "mtp_num_layers",

@@ -136,7 +136,7 @@ QWEN2_MOE = llama_like(
     windows(
         lambda c, layer: layer % 2 == 0 and layer < c.get("max_window_layers", 28), switch=True
     ),
-    demand("qkv_bias", True),
+    demand(qkv_bias=True),
     same("num_experts", "num_experts", 60),
     same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     layer={
@@ -181,9 +181,11 @@ GPT_OSS = llama_like(
     windows(lambda config, layer: layer % 2 == 0),
     *IN_ALL_LAYERS,
     same("swiglu_limit", "activation_func_clamp_value", 7.0, float),
-    demand("attention_bias", True),
-    demand("hidden_act", "silu"),
-    demand("swiglu_alpha", 1.702),
+    demand(
+        attention_bias=True,
+        hidden_act="silu",
+        swiglu_alpha=1.702,
+    ),
     epsilon=1e-5,
     layer={
         "self_attention.core_attention.softmax_offset": "self_attn.sinks",

@@ -51,18 +51,19 @@ def same(
     return Field(from_theirs, from_ours)
 
 
-def demand(theirs: str, value: object, *, is_required: bool = False) -> Field:
-    """Require the only value that can be converted; the entry may be missing unless required."""
+def demand(*, is_required: bool = False, **values: object) -> Field:
+    """Require the only values that can be converted; entries may be missing unless required."""
 
     def read(config: Config) -> Values:
-        found = config[theirs] if is_required else config.get(theirs, value)
-        if found != value:
-            raise CheckpointError(
-                f"config.json has {theirs} {found}: only {value} can be converted"
-            )
+        for theirs, value in values.items():
+            found = config[theirs] if is_required else config.get(theirs, value)
+            if found != value:
+                raise CheckpointError(
+                    f"config.json has {theirs} {found}: only {value} can be converted"
+                )
         return {}
 
-    return Field(read, lambda shape: {theirs: value})
+    return Field(read, lambda shape: values)
 
 
 def activation(theirs: str, default: str, *others: str) -> Field:
@@ -204,9 +205,12 @@ _ROPE_TYPES: dict[str, tuple[str, tuple[Field, ...]]] = {
         "rope_scaling_factor",
         (
             same("factor", "rope_scaling_factor", read=float),
-            demand("low_freq_factor", 1.0, is_required=True),
-            demand("high_freq_factor", 4.0, is_required=True),
-            demand(_LENGTH, 8192, is_required=True),
+            demand(
+                is_required=True,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=8192,
+            ),
         ),
     ),
 }

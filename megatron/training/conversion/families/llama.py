@@ -74,9 +74,9 @@ def llama_like(
 
 SILU = (activation("hidden_act", "silu"), tied(False))
 # attention_bias must be false or missing.
-NO_BIAS = demand("attention_bias", False)
+NO_BIAS = demand(attention_bias=False)
 
-LLAMA = llama_like("llama", "Llama", *SILU, HEAD_DIM, _BIAS, demand("pretraining_tp", 1))
+LLAMA = llama_like("llama", "Llama", *SILU, HEAD_DIM, _BIAS, demand(pretraining_tp=1))
 
 # A sliding window in every layer, or in none.
 MISTRAL = llama_like("mistral", "Mistral", *SILU, HEAD_DIM, windows())
@@ -160,7 +160,7 @@ GEMMA3 = llama_like(
     _SCORE_SCALE,
     same("attn_logit_softcapping", "attn_logit_softcapping", None),
     same("final_logit_softcapping", "final_logit_softcapping", None),
-    demand("use_bidirectional_attention", False),
+    demand(use_bidirectional_attention=False),
     windows(lambda config, layer: (layer + 1) % config.get("sliding_window_pattern", 6) != 0),
     layer=_NORMS_AROUND,
     always={**_GEMMA, "layer_norm_placement": "sandwich", "qk_norm": "head"},
@@ -220,9 +220,11 @@ GPT2 = Family(
         same("n_inner", "ffn_hidden_size", lambda config: 4 * config["n_embd"]),
         activation("activation_function", "gelu_new"),
         tied(True),
-        demand("scale_attn_weights", True),
-        demand("scale_attn_by_inverse_layer_idx", False),
-        demand("add_cross_attention", False),
+        demand(
+            scale_attn_weights=True,
+            scale_attn_by_inverse_layer_idx=False,
+            add_cross_attention=False,
+        ),
     ),
     outside={
         "embedding.word_embeddings": "transformer.wte",

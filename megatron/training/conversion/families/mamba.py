@@ -56,9 +56,11 @@ _LAYER: Names = {
 }
 # Options of which our mixer supports only one setting.
 _PLAIN = (
-    demand("use_bias", False),
-    demand("use_conv_bias", True),
-    demand("conv_kernel", 4),
+    demand(
+        use_bias=False,
+        use_conv_bias=True,
+        conv_kernel=4,
+    ),
     Field(_read_limit),  # steps without limits
 )
 
@@ -81,7 +83,7 @@ MAMBA2 = Family(
         same("n_groups", "mamba_num_groups", 8),
         same("layer_norm_epsilon", "norm_epsilon", 1e-5),
         Field(_read_width, lambda shape: {"expand": shape.dims["i"] // shape.hidden_size}),
-        demand("hidden_act", "silu"),
+        demand(hidden_act="silu"),
         tied(False),
         *_PLAIN,
     ),
@@ -133,9 +135,8 @@ _EXPERTS = (
     same("n_routed_experts", "num_experts"),
     *alike("moe_shared_expert_intermediate_size"),
     SCALED,
-    demand("norm_topk_prob", True),
-    Field(demand("n_shared_experts", 1).read),
-    Field(demand("moe_latent_size", None).read),
+    demand(norm_topk_prob=True),
+    Field(demand(n_shared_experts=1, moe_latent_size=None).read),
     groups(2),
     TOPK,
     WIDTH,
@@ -168,13 +169,15 @@ NEMOTRON_H = Family(
         same("hidden_dropout", "hidden_dropout", 0.0),
         Field(_read_experts, _write_experts),
         activation("mlp_hidden_act", "relu2"),
-        demand("mamba_hidden_act", "silu"),
-        demand("mamba_proj_bias", False),
-        demand("attention_bias", False),
-        demand("mlp_bias", False),
-        demand("tie_word_embeddings", False),
-        demand("sliding_window", None),
-        demand("num_nextn_predict_layers", 0),
+        demand(
+            mamba_hidden_act="silu",
+            mamba_proj_bias=False,
+            attention_bias=False,
+            mlp_bias=False,
+            tie_word_embeddings=False,
+            sliding_window=None,
+            num_nextn_predict_layers=0,
+        ),
         # transformers clamps steps to this minimum, models are trained without one.  Not 0:
         # transformers also takes its logarithm.
         Field(write=lambda shape: {"time_step_min": 1e-20}),

@@ -92,7 +92,7 @@ T5 = Family(
                 "scale_decoder_outputs": shape.output_scale != 1,
             },
         ),
-        demand("is_encoder_decoder", True),
+        demand(is_encoder_decoder=True),
     ),
     outside={
         "embedding.word_embeddings": "shared",
