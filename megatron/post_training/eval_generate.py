@@ -6,16 +6,16 @@ The engine has the layout of training and shares its weights.  Answers are greed
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.core.config.errors import DataError
-from megatron.core.datasets.conversations import messages_of, open_rows, tools_of
+from megatron.core.datasets.conversations import messages_of, open_rows, read_all, tools_of
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.inference.engine_flags import GenerationLayout
 from megatron.inference.generation import TrainingEngine, open_engine
+from megatron.post_training.rl.trainer import rollout_layout
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
 from megatron.training.tokenizer.base import MegatronTokenizer
@@ -25,18 +25,11 @@ from megatron.training.tokenizer.sft_tokenizer import chat_template_of
 _BUFFER_BYTES = 2**28  # of keys and values, which stay allocated during training
 
 
-class EvalPrompt(NamedTuple):
-    """Token ids of a prompt, and the text that is printed of it."""
-
-    tokens: list[int]
-    text: str
-
-
 class EvalGenerate(Callback):
     """Print answers to the prompts of a file at each evaluation.  Collective over all ranks."""
 
     def __init__(self) -> None:
-        self._prompts: list[EvalPrompt] = []
+        self._prompts: list[tuple[list[int], str]] = []  # tokens, and the text that is printed
         self._stop_ids: tuple[int, ...] = ()
         self._engine: TrainingEngine | None = None
         self._generated_at = -1
@@ -47,7 +40,15 @@ class EvalGenerate(Callback):
         assert path is not None, "default_callbacks() adds this callback with a file"
         chat = chat_template_of(run.tokenizer, run.config.tokenizer)
         longest = run.config.data.seq_length - run.config.validation.eval_generate_tokens
-        self._prompts = read_prompts(path, run.tokenizer, chat, longest)
+        self._prompts = read_all(
+            open_rows(path),
+            lambda row: prompt_of(row, run.tokenizer, chat, longest),
+            "prompts of --eval-generate",
+        )
+        if not self._prompts:
+            raise DataError(
+                f"--eval-generate {path} has no rows: give messages or a prompt in each"
+            )
         self._stop_ids = () if chat is None else chat.stop_ids()
 
     def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
@@ -76,72 +77,52 @@ class EvalGenerate(Callback):
             )
             answers: list[list[int]] = [[] for _ in self._prompts]
             for output in engine.run_to_end(
-                Request(str(i), prompt.tokens, params) for i, prompt in enumerate(self._prompts)
+                Request(str(i), tokens, params) for i, (tokens, _) in enumerate(self._prompts)
             ):
                 answers[int(output.request_id)] += [token.token for token in output.new]
                 if output.finish_reason == "error":
                     raise DataError(f"--eval-generate, prompt {output.request_id}: {output.error}")
             engine.close()
-        for i, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True), 1):
+        for i, ((_, prompt), answer) in enumerate(zip(self._prompts, answers, strict=True), 1):
             text = run.tokenizer.detokenize(answer)
             print(
                 f"prompt {i} of {len(self._prompts)} at iteration {run.state.iteration}: "
-                f"{prompt.text}\nanswer {i}: {text}",
+                f"{prompt}\nanswer {i}: {text}",
                 flush=True,
             )
 
 
-def read_prompts(
-    path: str, tokenizer: MegatronTokenizer, chat: ChatTemplate | None, longest: int
-) -> list[EvalPrompt]:
-    """Return the prompts of a file of conversations, whose last answers are left out.
+def prompt_of(
+    row: Mapping[str, Any], tokenizer: MegatronTokenizer, chat: ChatTemplate | None, longest: int
+) -> tuple[list[int], str]:
+    """Return tokens and text of the prompt of ``row``, a conversation without its last answer.
 
     Raises DataError for a wrong row, and a prompt of more than ``longest`` tokens.
     """
-    rows = open_rows(path)
-    prompts = []
-    for i in range(len(rows)):
-        try:
-            prompt = _prompt_of(rows[i], tokenizer, chat)
-            if not 0 < len(prompt.tokens) <= longest:
-                raise DataError(
-                    f"the prompt has {len(prompt.tokens)} tokens: give 1 to {longest}, so that "
-                    "--seq-length has room for --eval-generate-tokens"
-                )
-        except DataError as error:
-            raise DataError(f"--eval-generate {rows.where(i)}: {error}") from None
-        prompts.append(prompt)
-    if not prompts:
-        raise DataError(f"--eval-generate {path} has no rows: give messages or a prompt in each")
-    return prompts
-
-
-def _prompt_of(
-    row: Mapping[str, Any], tokenizer: MegatronTokenizer, chat: ChatTemplate | None
-) -> EvalPrompt:
     name = "messages" if "messages" in row else "prompt"
     found = row.get(name)
     if isinstance(found, str):
-        return EvalPrompt(tokenizer.tokenize(found), found)
-    messages = messages_of(found, name)
-    if messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise DataError("no message precedes the answer")
-    if chat is None:
-        raise DataError("messages need a chat template; give --chat-template")
-    tokens = chat.encode_prompt(messages, tools_of(row)).tolist()
-    return EvalPrompt(tokens, str(messages[-1]["content"]))
+        tokens = tokenizer.tokenize(found)
+        text = found
+    else:
+        messages = messages_of(found, name)
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        if not messages:
+            raise DataError("no message precedes the answer")
+        if chat is None:
+            raise DataError("messages need a chat template; give --chat-template")
+        tokens = chat.encode_prompt(messages, tools_of(row)).tolist()
+        text = str(messages[-1]["content"])
+    if not 0 < len(tokens) <= longest:
+        raise DataError(
+            f"the prompt has {len(tokens)} tokens: give 1 to {longest}, so that --seq-length has "
+            "room for --eval-generate-tokens"
+        )
+    return tokens, text
 
 
 def _engine_of(run: TrainingRun, num_prompts: int) -> TrainingEngine:
-    m = run.config.model
-    layout = GenerationLayout(
-        tensor=m.tensor_model_parallel_size,
-        pipeline=m.pipeline_model_parallel_size,
-        expert=m.expert_model_parallel_size,
-        expert_tensor=m.expert_tensor_parallel_size,
-    )
     options = EngineOptions(
         buffer_bytes=_BUFFER_BYTES,
         max_requests=min(num_prompts, 16),
@@ -150,4 +131,4 @@ def _engine_of(run: TrainingRun, num_prompts: int) -> TrainingEngine:
         num_cuda_graphs=0,
     )
     shares = not is_fully_sharded(run.config.ddp)
-    return open_engine(run, layout=layout, options=options, share_memory=shares)
+    return open_engine(run, layout=rollout_layout(run.config), options=options, share_memory=shares)

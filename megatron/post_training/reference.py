@@ -137,7 +137,7 @@ class ReferencePolicy:
         self.folder: str | None = None
         if run.config.adapters.lora is not None:
             self._weights = [torch.zeros_like(values) for values in _copies(run)]
-            self.hash = identify(_parts(run), None).hash
+            self.hash = identify(run.parts, None).hash
         elif given is None and before is None:
             self.folder = run.checkpoints.loaded_from
             if self.folder is None:
@@ -148,7 +148,7 @@ class ReferencePolicy:
                 )
             print_rank_0(f" the reference policy is the loaded model, {self.folder}")
             self._weights = _copies(run)
-            self.hash = f"{params_hash(_parts(run)):016x}"
+            self.hash = f"{params_hash(run.parts):016x}"
         else:
             self.folder = given or state.get("reference_folder")
             self._load(run)
@@ -188,7 +188,7 @@ class ReferencePolicy:
         )
         load_run(asked, parts)
         self._weights = _copies(run)
-        self.hash = f"{params_hash(_parts(run)):016x}"
+        self.hash = f"{params_hash(run.parts):016x}"
         _restore(run, own)
 
     @contextmanager
@@ -202,13 +202,9 @@ class ReferencePolicy:
             _restore(run, own)
 
 
-def _parts(run: ModelRun) -> RunParts:
-    return RunParts(model_chunks=run.model_chunks, groups=run.groups)
-
-
 def _held(run: ModelRun) -> list[Tensor]:
     """Return the tensors that another policy changes: with adapters these alone."""
-    model_tensors(_parts(run))  # completes pending all-gathers
+    model_tensors(run.parts)  # completes pending all-gathers
     has_adapters = run.config.adapters.lora is not None
     return [
         local_part(tensor.detach())
@@ -243,15 +239,15 @@ def teacher_config(config: RunConfig) -> RunConfig:
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{what}: {error}") from None
     kind = config.language_model.model_kind
-    if stored.get("model_kind") not in (None, kind):
-        raise ConfigError(
-            f"{what}: the teacher is of kind {stored['model_kind']}, this program trains {kind}: "
-            "both models must be of one kind"
-        )
-    _check_tokens(config, stored, what)
-    namespace = _namespace(config, stored)
+    # Other vocabularies of one kind of tokenizer have other sizes, which the loader compares.
+    for name, mine in (("model_kind", kind), ("tokenizer_type", config.tokenizer.tokenizer_type)):
+        if stored.get(name) not in (None, mine):
+            raise ConfigError(
+                f"{what}: the teacher was trained with --{name.replace('_', '-')} {stored[name]}, "
+                f"this run has {mine}: both models need the same"
+            )
     try:
-        resolved = resolve(namespace, config.world_size)
+        resolved = resolve(_namespace(config, stored), config.world_size)
     except ConfigError as error:
         raise ConfigError(
             f"{what}: the teacher does not fit the layout of this run: {error}"
@@ -272,20 +268,6 @@ def teacher_folder(config: RunConfig) -> Path:
             "the flag out, the format is recognized"
         )
     return folder
-
-
-def _check_tokens(config: RunConfig, stored: Arguments, what: str) -> None:
-    """Raise ConfigError if the checkpoint was trained with another kind of tokenizer.
-
-    Other vocabularies of one kind have other sizes, which the loader compares.
-    """
-    theirs = stored.get("tokenizer_type")
-    mine = config.tokenizer.tokenizer_type
-    if theirs not in (None, mine):
-        raise ConfigError(
-            f"{what}: the teacher was trained with --tokenizer-type {theirs}, this run has {mine}: "
-            "both models must have one vocabulary"
-        )
 
 
 def _namespace(config: RunConfig, stored: Arguments) -> Namespace:

@@ -105,5 +105,6 @@ def test_a_wrong_prompt_ends_the_run_before_the_first_step(folder: Path, tmp_pat
         path.write_text(row)
         (said,) = run_ranks(refusal, 1, flags_of(folder, "--eval-generate", str(path)))
         assert message in said
-        assert f"--eval-generate {path}" in said
+        assert "--eval-generate" in said
+        assert str(path) in said
         assert "Traceback" not in said

@@ -117,10 +117,7 @@ async def _follow_engine(
 ) -> str:
     """Serve requests as soon as the engine is ready; return why it ended."""
     files = ImageFiles(options.allowed_local_media_path)
-    try:
-        info = await client.hello()
-    except EngineDied as error:
-        return str(error)
+    info = await client.hello()
     ConfigError.raise_for(problems_of_imports(info.modules))
     model = await asyncio.to_thread(Model.of, info)
     source, tokens = read_chat_template(

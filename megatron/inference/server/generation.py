@@ -157,7 +157,7 @@ class Generation:
                 index,
                 wanted.prompts[index // wanted.num_samples],
                 SampleText(model.decode, wanted.rules, text_of(request.prompt)),
-                metrics.timer(),
+                RequestTimer(metrics),
             )
             for index, (request_id, request) in enumerate(self._requests.items())
         }
@@ -172,7 +172,7 @@ class Generation:
         for _ in self._requests:
             if (error := await self._call.answers.get()) is not None:
                 raise error
-        self._metrics.started(sum(len(sample.prompt) for sample in self.samples.values()))
+        self._metrics.prompt.inc(sum(len(sample.prompt) for sample in self.samples.values()))
 
     async def deltas(self) -> AsyncIterator[tuple[Sample, TextDelta]]:
         """Yield new text and tokens, sample by sample, until all have finished."""

@@ -21,11 +21,11 @@ class Metrics:
         self._registry = self._library.CollectorRegistry()
         count = self._library.Counter
         timing = partial(self._make, self._library.Histogram)
-        self._requests = self._make(count, "requests", "Finished samples", ["finish_reason"])
+        self.requests = self._make(count, "requests", "Finished samples", ["finish_reason"])
         self._answers = self._make(count, "http_responses", "HTTP answers", ["path", "status"])
-        self._prompt = self._make(count, "prompt_tokens", "Tokens of prompts")
+        self.prompt = self._make(count, "prompt_tokens", "Tokens of prompts")
         self.generated = self._make(count, "generation_tokens", "Generated tokens")
-        self._open = self._make(self._library.Gauge, "open_samples", "Samples in progress")
+        self.open = self._make(self._library.Gauge, "open_samples", "Samples in progress")
         self.first_token_s = timing(
             "time_to_first_token_seconds", "Until the first token", buckets=_BUCKETS_S
         )
@@ -40,20 +40,6 @@ class Metrics:
     def answered(self, path: str, status: int) -> None:
         """Count an HTTP answer; ``path``: of a route."""
         self._answers.labels(path, str(status)).inc()
-
-    def started(self, num_prompt_tokens: int) -> None:
-        """Count the prompts of samples that the engine has accepted."""
-        self._prompt.inc(num_prompt_tokens)
-
-    def timer(self) -> RequestTimer:
-        """Return the timer of one sample."""
-        self._open.inc()
-        return RequestTimer(self)
-
-    def ended(self, reason: str) -> None:
-        """Count a sample that has finished."""
-        self._open.dec()
-        self._requests.labels(reason).inc()
 
     def text(self, engine: Mapping[str, Any]) -> bytes:
         """Return all metrics; numbers of ``engine`` are the values of its stats."""
@@ -78,6 +64,7 @@ class RequestTimer:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._metrics.open.inc()
         self._started_s = time.monotonic()
         self._last_s: float | None = None
 
@@ -97,4 +84,5 @@ class RequestTimer:
     def finished(self, reason: str) -> None:
         """Note the end."""
         self._metrics.total_s.observe(time.monotonic() - self._started_s)
-        self._metrics.ended(reason)
+        self._metrics.open.dec()
+        self._metrics.requests.labels(reason).inc()

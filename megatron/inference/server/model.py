@@ -51,8 +51,7 @@ class Model:
 
     async def decode_all(self, rows: Sequence[list[int]]) -> list[str]:
         """Return the text of each of some lists of ids, which may be long."""
-        found: list[str] = await self._apply("detokenize", [*map(self._known, rows)], "tokens")
-        return found
+        return await self._apply("detokenize", [*map(self._known, rows)], "tokens")
 
     def _known(self, ids: list[int]) -> list[int]:
         """Return the ids that the tokenizer has."""
@@ -77,8 +76,7 @@ class Model:
         Raises ApiError if the tokenizer cannot read one.
         """
         kind = "tokenize_plain" if is_plain else "tokenize"
-        found: list[list[int]] = await self._apply(kind, list(texts), param)
-        return found
+        return await self._apply(kind, list(texts), param)
 
     def check_characters(self, text: str, param: str) -> None:
         """Raise ApiError for a prompt that is too long for any tokens."""
@@ -151,9 +149,10 @@ class Model:
         """The tokens whose text ends with a colon, and those that begin a line."""
         known = min(self.info.vocab_size, self.tokenizer.vocab_size)
         texts = [self.decode([token]) for token in range(known)]
-        colons = tuple(token for token, text in enumerate(texts) if text.endswith(":"))
-        newlines = tuple(token for token, text in enumerate(texts) if text.startswith("\n"))
-        return colons, newlines
+        return (
+            tuple(token for token, text in enumerate(texts) if text.endswith(":")),
+            tuple(token for token, text in enumerate(texts) if text.startswith("\n")),
+        )
 
     def with_one_bos(self, ids: Sequence[int]) -> list[int]:
         """Return ``ids`` without a BOS of the tokenizer before the BOS of a chat template."""

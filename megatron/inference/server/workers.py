@@ -3,8 +3,8 @@
 No client is trusted, nor the template in a tokenizer's folder; and most tokenizers hold the GIL for
 all of a text: in the front end, one long prompt would stop every other request.
 
-Messages: to a template first nothing, then each object of variables; to a decoder of images the
-name, a zero byte and the bytes of the file; to a tokenizer [method, items].  Answers are JSON
+Messages: to a template each object of variables; to a decoder of images the name, a zero byte and
+the bytes of the file; to a tokenizer [method, items].  Answers are JSON
 lists, whether it succeeded and the result or the reason; for an image a line of JSON,
 [width, height, shape] with pixel values f32 after it, or the reason as a string.
 """
@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,10 +82,6 @@ class ChatTemplate:
             with self._processes.failures():
                 if self._connection is None:
                     self._connection = self._processes.open()
-                    is_compiled, problem = json.loads(receive(self._connection))
-                    if not is_compiled:
-                        self._end()
-                        return False, problem
                 send(self._connection, data)
                 return json.loads(receive(self._connection))
         except ProcessFailed as error:
@@ -92,49 +89,49 @@ class ChatTemplate:
             return False, error
 
 
-def render_templates(control: socket.socket) -> None:
-    """Render a template, which is the setup, a JSON string."""
-    fork_for_each_connection(control, _template_work)
-
-
 def _template_work(setup: bytes) -> Work:
+    """Render a template, which is the setup, a JSON string."""
     source = json.loads(setup)
     errors = template_errors(_WANTED_BY)
     compile_template("", _WANTED_BY)  # imports the modules of templates
 
     def render(connection: socket.socket, limits: Limits) -> None:
-        problem = ""
         template = None
-        with limits.time():  # jinja2 computes constants here
-            try:
-                template = compile_template(source, _WANTED_BY)
-            except errors as error:
-                problem = _reason(error)
-        send(connection, json.dumps([not problem, problem]).encode())
-        while template is not None:
+        while True:
             variables = json.loads(receive(connection))
             with limits.time():
                 try:
+                    # jinja2 computes constants when it compiles.
+                    template = template or compile_template(source, _WANTED_BY)
                     text = template.render(**variables)
                     is_short = len(text) <= _MAX_TEXT
                     found = (is_short, text if is_short else "it is too long")
                 except errors as error:
-                    found = (False, _reason(error))
+                    (reason, *_) = str(error).strip().splitlines() or [""]
+                    found = (False, f"{type(error).__name__}: {reason[:500]}")
             send(connection, json.dumps(found).encode())
 
     return render
 
 
-def _reason(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:500]}" if text else type(error).__name__
+render_templates = partial(fork_for_each_connection, prepare=_template_work)
+
+
+def _processes(prepare: Callable[[bytes], Work], setup: bytes) -> LimitedProcesses:
+    main = partial(
+        fork_for_each_connection,
+        prepare=prepare,
+        time_limit_s=_TIME_LIMIT_S,
+        memory_limit_bytes=_MEMORY_LIMIT_BYTES,
+    )
+    return LimitedProcesses(main, setup)
 
 
 class LimitedImageProcessor:
     """An `ImageProcessor` that reads each image in a process of its own."""
 
     def __init__(self, settings: ImageSettings) -> None:
-        self._processes = LimitedProcesses(decode_images, json.dumps(asdict(settings)).encode())
+        self._processes = _processes(_image_work, json.dumps(asdict(settings)).encode())
 
     def read(self, data: bytes, name: str) -> tuple[np.ndarray, tuple[int, int]]:
         """Return pixels of an image file, and its width and height.  Raises DataError."""
@@ -150,12 +147,8 @@ class LimitedImageProcessor:
         return np.frombuffer(bytearray(pixels), np.float32).reshape(shape), (width, height)
 
 
-def decode_images(control: socket.socket) -> None:
-    """Decode images as the setup, fields of `ImageSettings`, says."""
-    fork_for_each_connection(control, _image_work, _TIME_LIMIT_S, _MEMORY_LIMIT_BYTES)
-
-
 def _image_work(setup: bytes) -> Work:
+    """Decode images as the setup, fields of `ImageSettings`, says."""
     settings = json.loads(setup)
     settings["resolutions"] = tuple(map(tuple, settings["resolutions"]))
     processor = ImageProcessor(ImageSettings(**settings))
@@ -179,7 +172,7 @@ class LimitedTokenizer:
     """A tokenizer in processes of its own; ``modules``: user modules that may register some."""
 
     def __init__(self, spec: Mapping[str, Any], modules: Sequence[str]) -> None:
-        self._processes = LimitedProcesses(tokenize_texts, json.dumps([spec, modules]).encode())
+        self._processes = _processes(_tokenizer_work, json.dumps([spec, modules]).encode())
 
     def apply(self, kind: str, items: list[Any]) -> list[Any]:
         """Return the results of `apply_tokenizer`.  Raises ProcessFailed, ValueError."""
@@ -201,12 +194,8 @@ def apply_tokenizer(tokenizer: MegatronTokenizer, kind: str, items: list[Any]) -
     return [function(item) if is_text else list(function(item)) for item in items]
 
 
-def tokenize_texts(control: socket.socket) -> None:
-    """Tokenize with the tokenizer of the setup: fields of `TokenizerSpec`, and user modules."""
-    fork_for_each_connection(control, _tokenizer_work, _TIME_LIMIT_S, _MEMORY_LIMIT_BYTES)
-
-
 def _tokenizer_work(setup: bytes) -> Work:
+    """Tokenize with the tokenizer of the setup: fields of `TokenizerSpec`, and user modules."""
     spec, modules = json.loads(setup)
     ConfigError.raise_for(problems_of_imports(modules))
     tokenizer = create_tokenizer(TokenizerSpec(**spec))

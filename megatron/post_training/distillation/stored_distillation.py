@@ -108,10 +108,6 @@ class LastStage(MegatronModule):
         self.module = model
         model.loss_runner = partial(compute, self, config.distillation)
 
-    def expect(self, ids: Tensor, log_probs: Tensor) -> None:
-        """Set the entries [b, s, k] of the next micro-batch."""
-        self.entries = ids, log_probs
-
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Run the model."""
         return self.module(*inputs, **kwargs)
@@ -217,7 +213,8 @@ def _check_store(inner: ModelImplementation, run: Any) -> None:
 
 def _apply(inner: ModelImplementation, model: nn.Module, batch: Batch) -> Any:
     if batch[_IDS] is not None:
-        get_attr_wrapped_model(model, "expect")(batch[_IDS], batch[_LOG_PROBS])
+        stage = get_attr_wrapped_model(model, "entries", return_model_obj=True)
+        stage.entries = batch[_IDS], batch[_LOG_PROBS]
     return inner.apply(model, batch)
 
 

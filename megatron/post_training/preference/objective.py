@@ -30,7 +30,7 @@ from megatron.core.datasets.index_cache import load_array, save_array
 from megatron.core.datasets.samplers import collate
 from megatron.core.datasets.utils import Split
 from megatron.core.models.gpt.gpt_model import RewardModel
-from megatron.core.packed_seq_params import PackedSeqParams, sequence_index
+from megatron.core.packed_seq_params import sequence_index
 from megatron.core.parallel.collectives import broadcast_json
 from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -48,14 +48,12 @@ from megatron.post_training.sft.objective import (
     sft_settings,
     token_specs,
 )
-from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.config import run
 from megatron.training.config.preference import HINGE, IPO, SIGMOID
 from megatron.training.config.run import RunConfig
 from megatron.training.data.loaders import joined_tensors, reads_data
 from megatron.training.models.gpt import gpt_layer_spec
 from megatron.training.models.kind import Batch, BatchTable, language_arguments
-from megatron.training.models.registry import implementation_of
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.step.run import ModelRun
 from megatron.training.step.weight_hash import params_hash
@@ -202,7 +200,11 @@ def pairs_of(batch: Batch, scores: Tensor, cp_group: ProcessGroup) -> Pairs:
     packed = batch["packed_seq_params"]
     mask = batch["loss_mask"].flatten()
     is_rejected = batch["is_rejected"].flatten().long()
-    sequence = _held_sequences(packed, len(mask), cp_group)
+    size = cp_group.size()
+    sequence = sequence_index(packed.ends, len(mask) * size)
+    if size > 1:
+        lengths = row_lengths(packed.lengths, len(mask) * size)
+        sequence = sequence[held_tokens(lengths, cp_group.rank(), size, sequence.device)]
     reference = torch.zeros_like(mask) if batch["reference"] is None else batch["reference"]
     values = torch.stack([scores.flatten().float(), reference.flatten(), mask.float()])
     values = torch.where(mask > 0, values, 0.0).t()
@@ -210,22 +212,12 @@ def pairs_of(batch: Batch, scores: Tensor, cp_group: ProcessGroup) -> Pairs:
     # The two answers of a pair are added at the number of the chosen one.
     slot = 2 * (sequence - is_rejected) + is_rejected
     sums = values.new_zeros(2 * num_sequences, 3).index_add(0, slot, values)
-    if cp_group.size() > 1:
+    if size > 1:
         # Each rank computes the loss of all pairs, and the framework adds the ranks' gradients and
         # their numbers of pairs: the sum over ranks is needed in backward too.
         sums = through(sums, cp_group, all_reduce, all_reduce)
     score, reference, num_tokens = sums.view(-1, 2, 3).unbind(-1)
     return Pairs(score, reference.detach(), num_tokens.detach())
-
-
-def _held_sequences(packed: PackedSeqParams, num_held: int, cp_group: ProcessGroup) -> Tensor:
-    """Return the number of the packed sequence of each token that this rank holds: [n/cp]."""
-    num_tokens = num_held * cp_group.size()
-    found = sequence_index(packed.ends, num_tokens)
-    if cp_group.size() == 1:
-        return found
-    lengths = row_lengths(packed.lengths, num_tokens)
-    return found[held_tokens(lengths, cp_group.rank(), cp_group.size(), found.device)]
 
 
 def references_of_data(run: ModelRun, config: PreferenceDatasetConfig) -> dict[str, Any]:
@@ -236,8 +228,7 @@ def references_of_data(run: ModelRun, config: PreferenceDatasetConfig) -> dict[s
     set_loss_share(run, config)
     state = run.objective.saved or {}
     begins = _WEIGHTS not in state
-    parts = RunParts(model_chunks=run.model_chunks, groups=run.groups)
-    weights = f"{params_hash(parts):016x}" if begins else str(state[_WEIGHTS])
+    weights = f"{params_hash(run.parts):016x}" if begins else str(state[_WEIGHTS])
     run.objective.saved = {**state, _WEIGHTS: weights}
     blends = [config.blend] if config.blend is not None else config.blend_per_split or []
     paths = {path for blend in blends if blend is not None for path in blend[0]}
@@ -279,18 +270,20 @@ def _references(
     references = sum_over_ranks(run, values).numpy()
     if run.is_rank_0:
         for folder in _folders(run, config):
-            if folder != run.config.checkpoint.load or folder == run.config.checkpoint.save:
-                _keep(os.path.join(folder, name), references)
+            file = os.path.join(folder, name)
+            is_written = (
+                folder != run.config.checkpoint.load or folder == run.config.checkpoint.save
+            )
+            if is_written and not os.path.exists(file):
+                os.makedirs(folder, exist_ok=True)
+                save_array(file, references)
     return references
 
 
 def _all_pairs(run: ModelRun, config: PreferenceDatasetConfig, path: str) -> PreferenceDataset:
-    cls = implementation_of(run.config).datasets[run.config.data.mock_data]
+    cls = MockPreferenceDataset if run.config.data.mock_data else PreferenceDataset
     pairs = cls.build_low_level_dataset(path or None, config)
-    rows = np.arange(cls.numel_low_level_dataset(pairs))
-    made = cls(pairs, path, rows, None, Split.train, config)
-    assert isinstance(made, PreferenceDataset), "of this objective"
-    return made
+    return cls(pairs, path, np.arange(len(pairs)), None, Split.train, config)
 
 
 def _folders(run: ModelRun, config: PreferenceDatasetConfig) -> list[str]:
@@ -307,12 +300,6 @@ def _digest(pairs: PreferenceDataset, weights: str) -> str:
     for array in (rows.tokens, rows.is_trained, rows.ends, pairs.kept_lengths):
         digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()[:32]
-
-
-def _keep(file: str, references: np.ndarray) -> None:
-    if not os.path.exists(file):
-        os.makedirs(os.path.dirname(file), exist_ok=True)
-        save_array(file, references)
 
 
 def _log_probs(

@@ -22,12 +22,7 @@ from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.parallel.collectives import broadcast_json
-from megatron.post_training.rl.environment import (
-    Environment,
-    Environments,
-    FileEnvironment,
-    Task,
-)
+from megatron.post_training.rl.environment import Environments, FileEnvironment, Task
 from megatron.post_training.rl.rounds import Rollouts, from_json, to_json
 from megatron.training.config.run import RunConfig
 from megatron.training.tokenizer import MegatronTokenizer
@@ -38,9 +33,11 @@ from megatron.training.tokenizer.chat import ChatTemplate
 class Answer:
     """Tokens of an answer, their log-probabilities, and whether it ends with an end token."""
 
+    prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     is_finished: bool = False
+    reward: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,17 +68,11 @@ def generate_round(
         engine.follow()
     else:
         first = number * rl.grpo_prompts_per_step
-        tasks = source.environments.tasks(first, rl.grpo_prompts_per_step)
-        requests = []
-        for i, task in enumerate(tasks, first):
-            prompt = tokenize_task(task, source, config)
-            for j in range(rl.grpo_group_size):
-                fork_of = f"{i}/0" if j else None
-                requests.append(_request(config, f"{i}/{j}", prompt, [i, j], source, fork_of))
-        answers = answers_of(engine, requests)
-        rewards = rewards_of([t for t in tasks for _ in range(rl.grpo_group_size)], answers, source)
-        engine.close()  # now: while the other ranks follow, no timeout limits the rewards
-        saved = to_json(_build_rollouts(config, requests, answers, rewards))
+        tasks = enumerate(source.environments.tasks(first, rl.grpo_prompts_per_step), first)
+        keyed = [(task, (i, j)) for i, task in tasks for j in range(rl.grpo_group_size)]
+        answers = answer_tasks(config, engine, source, keyed)
+        engine.close()
+        saved = to_json(_build_rollouts(config, answers))
     return from_json(broadcast_json(saved, engine.model.groups.world), config)
 
 
@@ -110,78 +101,75 @@ def tokenize_task(task: Task, source: PromptSource, config: RunConfig) -> list[i
     return tokens
 
 
-def _request(
+def answer_tasks(
     config: RunConfig,
-    name: str,
-    prompt: list[int],
-    key: Sequence[int],
+    engine: Engine,
     source: PromptSource,
-    fork_of: str | None = None,
-) -> Request:
-    """Return the request for an answer, whose noise depends on --seed and ``key``."""
+    keyed: Sequence[tuple[Task, tuple[int, ...]]],
+) -> list[Answer]:
+    """Return answers with rewards; the noise of each depends on --seed and its key.
+
+    On rank 0, while the other ranks follow.
+    """
     rl = config.rl
-    longest = config.data.seq_length - len(prompt)
-    entropy = np.random.SeedSequence([config.training.seed, *key])
-    params = SamplingParams(
-        temperature=rl.rl_default_temperature,
-        top_p=rl.rl_default_top_p,
-        top_k=max(rl.rl_default_top_k, 0),
-        num_tokens_to_generate=min(longest, rl.rl_max_response_length or longest),
-        seed=int(entropy.generate_state(1, np.uint64)[0]),
-        return_log_probs=True,
-        stop_token_ids=source.ends,
-    )
-    return Request(name, list(prompt), params, fork_of=fork_of)
-
-
-def answers_of(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
-    """Return the answers to ``requests``.  On rank 0, while the other ranks follow."""
-    answers = {request.request_id: Answer() for request in requests}
+    requests: list[Request] = []
+    firsts: dict[int, Request] = {}  # of each task: the others share its pages
+    for task, key in keyed:
+        first = firsts.get(id(task))
+        prompt = tokenize_task(task, source, config) if first is None else list(first.prompt)
+        longest = config.data.seq_length - len(prompt)
+        entropy = np.random.SeedSequence([config.training.seed, *key])
+        params = SamplingParams(
+            temperature=rl.rl_default_temperature,
+            top_p=rl.rl_default_top_p,
+            top_k=max(rl.rl_default_top_k, 0),
+            num_tokens_to_generate=min(longest, rl.rl_max_response_length or longest),
+            seed=int(entropy.generate_state(1, np.uint64)[0]),
+            return_log_probs=True,
+            stop_token_ids=source.ends,
+        )
+        name = "/".join(map(str, key))
+        fork_of = None if first is None else first.request_id
+        requests.append(Request(name, prompt, params, fork_of=fork_of))
+        firsts.setdefault(id(task), requests[-1])
+    found = {request.request_id: Answer(request.prompt) for request in requests}
     for output in engine.run_to_end(requests):
         if output.finish_reason == "error":
             raise DataError(
                 f"the answer {output.request_id} cannot be generated: {output.error}; the "
                 "policy has diverged: resume from an earlier checkpoint with a lower --lr"
             )
-        answer = answers[output.request_id]
+        answer = found[output.request_id]
         answer.tokens += [t.token for t in output.new]
         answer.log_probs += [t.log_prob for t in output.new]
         answer.is_finished = output.finish_reason == "stop"
-    return list(answers.values())
-
-
-def rewards_of(
-    tasks: Sequence[Task], answers: Sequence[Answer], source: PromptSource
-) -> list[float]:
-    """Return the reward of each answer."""
+    answers = list(found.values())
+    tasks = [task for task, _ in keyed]
     texts = [
         source.tokenizer.detokenize(a.tokens[:-1] if a.is_finished else a.tokens) for a in answers
     ]
+    # The engine stays open: while the other ranks follow, no timeout limits the rewards.
     num_threads = max(task.environment.num_threads for task in tasks)
-    if num_threads == 1:
-        return [task.reward(text) for task, text in zip(tasks, texts, strict=True)]
     with ThreadPoolExecutor(num_threads) as threads:
-        return list(threads.map(Task.reward, tasks, texts))
+        run = map if num_threads == 1 else threads.map
+        for answer, reward in zip(answers, run(Task.reward, tasks, texts), strict=True):
+            answer.reward = reward
+    return answers
 
 
-def _build_rollouts(
-    config: RunConfig,
-    requests: Sequence[Request],
-    answers: Sequence[Answer],
-    rewards: Sequence[float],
-) -> Rollouts:
-    shape = len(requests), config.data.seq_length
+def _build_rollouts(config: RunConfig, answers: Sequence[Answer]) -> Rollouts:
+    shape = len(answers), config.data.seq_length
     rollouts = Rollouts(
         tokens=torch.zeros(shape, dtype=torch.int64),
-        bounds=torch.zeros(len(requests), 2, dtype=torch.int64),
+        bounds=torch.zeros(len(answers), 2, dtype=torch.int64),
         sampled_log_probs=torch.zeros(shape),
-        rewards=torch.tensor(rewards),
+        rewards=torch.tensor([answer.reward for answer in answers]),
         is_finished=torch.tensor([answer.is_finished for answer in answers]),
     )
-    for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
-        begin = len(request.prompt)
+    for i, answer in enumerate(answers):
+        begin = len(answer.prompt)
         end = begin + len(answer.tokens)
-        rollouts.tokens[i, :end] = torch.tensor(request.prompt + answer.tokens)
+        rollouts.tokens[i, :end] = torch.tensor(answer.prompt + answer.tokens)
         rollouts.bounds[i] = torch.tensor([begin, end])
         rollouts.sampled_log_probs[i, begin - 1 : end - 1] = torch.tensor(answer.log_probs)
     return rollouts
@@ -192,38 +180,25 @@ def evaluate_policy(
 ) -> list[dict[str, float]]:
     """Return the mean reward and response length of each held-out environment, on all ranks.
 
-    The prompts and the noise of their answers are the same at each evaluation.  Collective over all
-    ranks.  Rank 0 has the ``source``.
+    Of the first --rl-prompts-per-eval prompts.  They and the noise of their answers are the same at
+    each evaluation.  Collective over all ranks.  Rank 0 has the ``source``.
     """
     found: list[dict[str, float]] = []
     if source is None:
         engine.follow()
     else:
         for number, environment in enumerate(source.environments.held_out):
-            found.append(_evaluate_environment(config, engine, source, number, environment))
+            count = min(config.rl.rl_prompts_per_eval, len(environment.prompts))
+            # Keys of rollouts are shorter.
+            keyed = [
+                (Task(environment, environment.prompts[i]), (number, i, 1)) for i in range(count)
+            ]
+            answers = answer_tasks(config, engine, source, keyed)
+            values_of: dict[str, list[float]] = {
+                "reward": [answer.reward for answer in answers],
+                "response length": [len(answer.tokens) for answer in answers],
+                "unfinished responses": [not answer.is_finished for answer in answers],
+            }
+            found.append({name: float(np.mean(values)) for name, values in values_of.items()})
         engine.close()
     return broadcast_json(found, engine.model.groups.world)
-
-
-def _evaluate_environment(
-    config: RunConfig,
-    engine: Engine,
-    source: PromptSource,
-    number: int,
-    environment: Environment,
-) -> dict[str, float]:
-    """Return the means over the first --rl-prompts-per-eval prompts.  On rank 0."""
-    count = min(config.rl.rl_prompts_per_eval, len(environment.prompts))
-    tasks = [Task(environment, environment.prompts[i]) for i in range(count)]
-    requests = []
-    for i, task in enumerate(tasks):
-        key = [number, i, 1]  # keys of rollouts are shorter
-        prompt = tokenize_task(task, source, config)
-        requests.append(_request(config, f"evaluation {number}/{i}", prompt, key, source))
-    answers = answers_of(engine, requests)
-    rewards = rewards_of(tasks, answers, source)
-    return {
-        "reward": float(np.mean(rewards)),
-        "response length": float(np.mean([len(answer.tokens) for answer in answers])),
-        "unfinished responses": float(np.mean([not answer.is_finished for answer in answers])),
-    }

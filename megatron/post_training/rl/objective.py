@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.cross_entropy import (
     at_least_float32,
     vocab_parallel_cross_entropy,
 )
+from megatron.post_training.rl.rounds import num_rollouts
 from megatron.post_training.sft.objective import apply_rows
 from megatron.training.config.rl import RLConfig
 from megatron.training.config.run import RunConfig
@@ -64,11 +65,8 @@ def grpo_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
 
 def needs_old_log_probs(config: RunConfig) -> bool:
     """Return whether a round takes several steps, so that its policy is older than the weights."""
-    rl = config.rl
-    return (
-        rl.grpo_prompts_per_step * rl.grpo_group_size * rl.grpo_iterations
-        != config.training.global_batch_size
-    )
+    length = num_rollouts(config) * config.rl.grpo_iterations
+    return length != config.training.global_batch_size
 
 
 def grpo_loss(

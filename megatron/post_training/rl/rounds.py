@@ -82,20 +82,17 @@ def token_weights(is_answer: Tensor, kept: Tensor, config: RunConfig, longest: i
     tokens of the longest possible answer.
     """
     kind = config.rl.grpo_loss_type
-    num_rollouts = len(is_answer)
+    number = len(is_answer)
     mask = (is_answer & kept[:, None]).float()
-    per_rollout = mask.sum(1, keepdim=True).clamp(min=1)
-    num_kept = kept.sum().clamp(min=1)
     if kind == "dapo":
-        return mask * (num_rollouts / mask.sum().clamp(min=1))
+        return mask * (number / mask.sum().clamp(min=1))
     if kind == "bnpo":
         size = config.training.micro_batch_size
         tokens = mask.view(-1, size, mask.shape[1]).sum((1, 2)).clamp(min=1)
         return mask * (size / tokens).repeat_interleave(size)[:, None]
-    scale = num_rollouts / num_kept
-    if kind == "grpo":
-        return mask * scale / per_rollout
-    return mask * scale / longest
+    scale = number / kept.sum().clamp(min=1)
+    divisor = mask.sum(1, keepdim=True).clamp(min=1) if kind == "grpo" else longest
+    return mask * scale / divisor
 
 
 def step_batches(
@@ -149,21 +146,29 @@ def trim_rows(config: RunConfig, rollouts: Rollouts) -> RunConfig:
     return replace(config, data=replace(config.data, seq_length=length))
 
 
+def num_rollouts(config: RunConfig) -> int:
+    """Return the number of rollouts of a round."""
+    return config.rl.grpo_prompts_per_step * config.rl.grpo_group_size
+
+
 def step_index(config: RunConfig, seed: int, number: int, consumed: int, size: int) -> Tensor:
     """Return the rollouts that a step trains on: ``size`` after ``consumed`` of round ``number``.
 
     Each iteration over the round has an order of its own.
     """
-    rl = config.rl
-    num_rollouts = rl.grpo_prompts_per_step * rl.grpo_group_size
-    iteration, begin = divmod(consumed, num_rollouts)
-    order = np.random.default_rng([seed, number, iteration]).permutation(num_rollouts)
+    iteration, begin = divmod(consumed, num_rollouts(config))
+    order = np.random.default_rng([seed, number, iteration]).permutation(num_rollouts(config))
     return torch.from_numpy(order[begin : begin + size])
 
 
 def to_json(rollouts: Rollouts) -> JsonObject:
     """Return rollouts as JSON: for other ranks, and for a checkpoint inside of the round."""
-    return {name: _pack(tensor) for name, tensor in _tensors(rollouts).items()}
+    packed = {}
+    for name, tensor in _tensors(rollouts).items():
+        array = tensor.numpy()
+        data = base64.b64encode(zlib.compress(array.tobytes(), 1)).decode("ascii")
+        packed[name] = {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
+    return packed
 
 
 def from_json(saved: JsonObject, config: RunConfig) -> Rollouts:
@@ -174,8 +179,7 @@ def from_json(saved: JsonObject, config: RunConfig) -> Rollouts:
         raise CheckpointError(
             f"the checkpoint holds rollouts that cannot be read ({error!r}): load another one"
         ) from None
-    rl = config.rl
-    shape = (rl.grpo_prompts_per_step * rl.grpo_group_size, config.data.seq_length)
+    shape = num_rollouts(config), config.data.seq_length
     if any(len(t) != shape[0] for t in _tensors(rollouts).values()) or (
         rollouts.tokens.shape != shape
     ):
@@ -190,12 +194,6 @@ def from_json(saved: JsonObject, config: RunConfig) -> Rollouts:
 
 def _tensors(rollouts: Rollouts) -> dict[str, Tensor]:
     return {name: value for name, value in vars(rollouts).items() if value is not None}
-
-
-def _pack(tensor: Tensor) -> JsonObject:
-    array = tensor.numpy()
-    data = base64.b64encode(zlib.compress(array.tobytes(), 1)).decode("ascii")
-    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
 
 
 def _unpack(entry: Mapping[str, Any]) -> Tensor:

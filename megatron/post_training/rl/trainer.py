@@ -23,9 +23,7 @@ from megatron.core.parallel.collectives import broadcast_json
 from megatron.inference.engine_flags import GenerationLayout
 from megatron.inference.generation import TrainingEngine, open_engine
 from megatron.post_training.reference import ReferencePolicy, score, sum_over_ranks
-from megatron.post_training.rl.environment import (
-    open_environments,
-)
+from megatron.post_training.rl.environment import open_environments
 from megatron.post_training.rl.generate import (
     PromptSource,
     check_prompts,
@@ -36,6 +34,7 @@ from megatron.post_training.rl.objective import needs_old_log_probs, score_label
 from megatron.post_training.rl.rounds import (
     Rollouts,
     from_json,
+    num_rollouts,
     step_batches,
     step_index,
     to_json,
@@ -64,6 +63,7 @@ class RolloutTraining(Callback):
         self._batches: list[dict[str, Tensor]] = []
         self._saved: JsonObject | None = None  # the round, while it is trained on
         self._num_held_out = 0  # environments for evaluations
+        self._tokens_per_s = 0.0  # of the newest round
 
     def on_train_start(self, run: TrainingRun) -> None:
         config = run.config
@@ -98,10 +98,9 @@ class RolloutTraining(Callback):
     def on_step_start(self, run: TrainingRun) -> None:
         if self.engine is None:
             return
-        rl = run.config.rl
-        num_rollouts = rl.grpo_prompts_per_step * rl.grpo_group_size
         consumed = run.state.consumed_train_samples
-        number, position = divmod(consumed, num_rollouts * rl.grpo_iterations)
+        length = num_rollouts(run.config) * run.config.rl.grpo_iterations
+        number, position = divmod(consumed, length)
         size = run.batches.global_batch_size(consumed)
         if position % size:
             raise ConfigError(
@@ -110,20 +109,17 @@ class RolloutTraining(Callback):
             )
         if number != self._number:
             run.config = self._config
-            rollouts, tokens_per_s = _new_round(
-                run, self.engine, self._source, self._reference, number
-            )
-            self._hold(number, rollouts)
-            self.metrics["rollout tokens/s"] = tokens_per_s
+            self._hold(number, self._new_round(run, self.engine, number))
+            self.metrics["rollout tokens/s"] = self._tokens_per_s
         assert self._rollouts is not None, "generate a round before training on it"
         run.config = trim_rows(self._config, self._rollouts)
         run.objective.loss_share = 1 / run.config.data.seq_length  # the loss is divided by rollouts
         index = step_index(run.config, run.config.training.seed, number, position, size)
         self._batches = step_batches(run.config, self._rollouts, index, run.groups.dp.rank())
-        is_last = position + size == num_rollouts * rl.grpo_iterations
+        is_last = position + size == length
         run.objective.saved = {
-            "reference": None if self._reference is None else self._reference.hash,
-            "reference_folder": None if self._reference is None else self._reference.folder,
+            "reference": self._reference and self._reference.hash,
+            "reference_folder": self._reference and self._reference.folder,
             "number": None if is_last else number,
             "round": None if is_last else self._saved,
         }
@@ -144,41 +140,38 @@ class RolloutTraining(Callback):
             )
             run.callbacks.on_eval_end(run, evaluated)
 
-    def _hold(self, number: int, rollouts: Rollouts) -> None:
-        self._number = number
-        self._rollouts = rollouts
-        self._saved = to_json(rollouts) if needs_old_log_probs(self._config) else None
-        self.metrics = metrics_of(rollouts)
-
     def _forever(self) -> Iterator[dict[str, Tensor]]:
         """Yield the micro-batches of each step, which `on_step_start` prepares."""
         while True:
             yield from self._batches
 
+    @in_phase("rollouts")
+    def _new_round(self, run: TrainingRun, engine: TrainingEngine, number: int) -> Rollouts:
+        """Generate round ``number`` with the current weights.  Collective over all ranks."""
+        engine.update()
+        began_s = time.perf_counter()
+        rollouts = generate_round(run.config, engine.writer.engine, self._source, number)
+        elapsed_s = time.perf_counter() - began_s
+        self._tokens_per_s = float(rollouts.lengths.sum()) / max(elapsed_s, 1e-9)
+        run.config = trim_rows(run.config, rollouts)
+        if needs_old_log_probs(run.config):
+            rollouts = replace(rollouts, old_log_probs=round_log_probs(run, rollouts))
+        if self._reference is not None:
+            with self._reference.in_model(run):
+                rollouts = replace(rollouts, reference_log_probs=round_log_probs(run, rollouts))
+        return rollouts
 
-@in_phase("rollouts")
-def _new_round(
-    run: TrainingRun,
-    engine: TrainingEngine,
-    source: PromptSource | None,
-    reference: ReferencePolicy | None,
-    number: int,
-) -> tuple[Rollouts, float]:
-    """Generate round ``number`` with the current weights; return it, and generated tokens/s.
-
-    Collective over all ranks.
-    """
-    engine.update()
-    began_s = time.perf_counter()
-    rollouts = generate_round(run.config, engine.writer.engine, source, number)
-    elapsed_s = time.perf_counter() - began_s
-    run.config = trim_rows(run.config, rollouts)
-    if needs_old_log_probs(run.config):
-        rollouts = replace(rollouts, old_log_probs=round_log_probs(run, rollouts))
-    if reference is not None:
-        with reference.in_model(run):
-            rollouts = replace(rollouts, reference_log_probs=round_log_probs(run, rollouts))
-    return rollouts, float(rollouts.lengths.sum()) / max(elapsed_s, 1e-9)
+    def _hold(self, number: int, rollouts: Rollouts) -> None:
+        self._number = number
+        self._rollouts = rollouts
+        self._saved = to_json(rollouts) if needs_old_log_probs(self._config) else None
+        lengths = rollouts.lengths.float()
+        self.metrics = {
+            "reward": float(rollouts.rewards.mean()),
+            "reward std": float(rollouts.rewards.std()),
+            "response length": float(lengths.mean()),
+            "unfinished responses": float((~rollouts.is_finished).float().mean()),
+        }
 
 
 def round_log_probs(run: TrainingRun, rollouts: Rollouts) -> Tensor:
@@ -217,28 +210,17 @@ def rollout_metrics(run: TrainingRun, result: StepResult) -> Mapping[str, float]
     return {}
 
 
-def metrics_of(rollouts: Rollouts) -> dict[str, float]:
-    """Return the metrics of a round, by name."""
-    lengths = rollouts.lengths.float()
-    return {
-        "reward": float(rollouts.rewards.mean()),
-        "reward std": float(rollouts.rewards.std()),
-        "response length": float(lengths.mean()),
-        "unfinished responses": float((~rollouts.is_finished).float().mean()),
-    }
-
-
 def rollout_layout(config: RunConfig) -> GenerationLayout:
     """Return the parallel sizes of rollouts; the default is the layout of training."""
     rl = config.rl
     m = config.model
-    return GenerationLayout(
-        tensor=rl.rl_inference_tensor_model_parallel_size or m.tensor_model_parallel_size,
-        pipeline=rl.rl_inference_pipeline_model_parallel_size or m.pipeline_model_parallel_size,
-        expert=rl.rl_inference_expert_model_parallel_size or m.expert_model_parallel_size,
-        expert_tensor=rl.rl_inference_expert_tensor_model_parallel_size
-        or m.expert_tensor_parallel_size,
-    )
+    sizes = {
+        axis: getattr(rl, f"rl_inference_{axis}_model_parallel_size")
+        or getattr(m, f"{axis}_model_parallel_size")
+        for axis in ("tensor", "pipeline", "expert")
+    }
+    expert_tensor = rl.rl_inference_expert_tensor_model_parallel_size
+    return GenerationLayout(**sizes, expert_tensor=expert_tensor or m.expert_tensor_parallel_size)
 
 
 def rollout_options(config: RunConfig) -> EngineOptions:
@@ -249,5 +231,5 @@ def rollout_options(config: RunConfig) -> EngineOptions:
         max_requests=rl.rl_max_inflight_requests,
         max_sequence_length=config.data.seq_length,
         num_cuda_graphs=16 if device.is_cuda() else 0,  # a round is too short for recording
-        max_waiting=max(rl.grpo_prompts_per_step * rl.grpo_group_size, 1),
+        max_waiting=max(num_rollouts(config), 1),
     )

@@ -116,7 +116,7 @@ class SFTLowLevelDataset:
         self.rows = open_rows(dataset_path)
         if not len(self.rows):
             raise DataError(f"{dataset_path} has no rows; write one of the {self.unit} per line")
-        self._encoded: tuple[str, EncodedRows] | None = None
+        self._encoded: dict[str, EncodedRows] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -136,23 +136,23 @@ class SFTLowLevelDataset:
             "chat_template": config.chat_hash,
         }
         named = description_hash(json.dumps(identity, indent=4))
-        if self._encoded is None or self._encoded[0] != named:
-            folder = config.path_to_cache
-            if folder is None:
-                stem = os.path.splitext(self.dataset_path)[0]
-                folder = os.path.join(stem, "cache", "SFTDataset_indices")
+        if named not in self._encoded:
+            beside = os.path.join(
+                os.path.splitext(self.dataset_path)[0], "cache", "SFTDataset_indices"
+            )
+            folder = beside if config.path_to_cache is None else config.path_to_cache
             description = json.dumps({**identity, "files": self.rows.versions()}, indent=4)
             prefix = os.path.join(folder, f"{named}-SFTDataset")
             arrays = cached_arrays(prefix, description, _ARRAYS, lambda: self._encode(config))
-            self._encoded = named, EncodedRows(*arrays)
+            self._encoded[named] = EncodedRows(*arrays)
             if self.per_row == 1 and (row := from_alpaca(self.rows[0])):
                 shown = json.dumps(row, ensure_ascii=False)
                 logger.info("%s has rows of Alpaca, read as %.300s", self.dataset_path, shown)
-        return self._encoded[1]
+        return self._encoded[named]
 
     def _encode(self, config: SFTDatasetConfig) -> Sequence[np.ndarray]:
         """Return the arrays of `EncodedRows`."""
-        started_at_s = time.perf_counter()
+        began_s = time.perf_counter()
         of_rows = read_all(
             self.rows,
             lambda row: [self.encode(each, config) for each in self.conversations_of(row)],
@@ -162,13 +162,12 @@ class SFTLowLevelDataset:
         ends = np.cumsum([len(chat.tokens) for chat in found], dtype=np.int64)
         tokens = np.concatenate([chat.tokens for chat in found] or [np.empty(0, np.int32)])
         is_trained = np.concatenate([chat.is_trained for chat in found] or [np.empty(0, bool)])
-        elapsed_s = time.perf_counter() - started_at_s
         logger.info(
             "encoded %d %s of %s in %.1f s: %d tokens, of which %d are trained",
             len(self),
             self.unit,
             self.dataset_path,
-            elapsed_s,
+            time.perf_counter() - began_s,
             len(tokens),
             int(is_trained.sum()),
         )
@@ -238,19 +237,19 @@ class SFTDataset(MegatronDataset):
         config: GPTDatasetConfig,
     ) -> None:
         if not isinstance(config, SFTDatasetConfig):
-            config = _as_sft_config(config)
+            # Of a script for Megatron-LM, which does not pack; its SFTTokenizer has a template.
+            given = {f.name: vars(config)[f.name] for f in fields(config) if f.init}
+            config = SFTDatasetConfig(**given, chat=config.tokenizer.chat, packs=False)
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         self.encoded: EncodedRows = dataset.encoded(config)
         self._per_row: int = dataset.per_row
         tokenizer = config.tokenizer
-        self._pad = next(
-            (index for role in ("pad", "eod") if (index := tokenizer.id_of(role)) is not None), 0
-        )
+        pads = [tokenizer.id_of("pad"), tokenizer.id_of("eod"), 0]
+        self._pad = next(index for index in pads if index is not None)
         self.kept_lengths = self._find_kept_lengths()
         lengths = self._aligned(self.kept_lengths).sum(1)
-        self.rows = PackedEpochs(
-            lengths, config.sequence_length, self._seed_of_split(), packs=config.packs
-        )
+        seed = config.random_seed * len(Split) + index_split.value
+        self.rows = PackedEpochs(lengths, config.sequence_length, seed, packs=config.packs)
         if not self.rows.rows_per_epoch:
             raise DataError(
                 f"{dataset_path}: all {self.split_unit} of the {index_split.name} split are longer "
@@ -291,36 +290,29 @@ class SFTDataset(MegatronDataset):
         s = self.config.sequence_length
         if self.trimmed_lengths is not None:
             s = int(self.trimmed_lengths[self.rows[idx or 0]].sum())
-        tokens = np.full(s, self._pad, np.int64)
-        labels = np.full(s, self._pad, np.int64)
-        loss_mask = np.zeros(s, np.float32)
-        positions = np.zeros(s, np.int64)
-        is_padding = np.ones(s, bool)
+        row: dict[str, Any] = {
+            "tokens": np.full(s, self._pad, np.int64),
+            "labels": np.full(s, self._pad, np.int64),
+            "loss_mask": np.zeros(s, np.float32),
+            "is_padding": np.ones(s, bool),
+        }
         ends = [0]
         for place in self.places(idx):
             chat = self.chat(place)
-            start = place.start
-            stop = start + place.length
-            tokens[start:stop] = chat.tokens[: place.length]
-            labels[start:stop] = chat.tokens[1 : place.length + 1]
-            is_padding[start:stop] = False
-            loss_mask[start:stop] = chat.is_trained[1 : place.length + 1]
-            ends.append(start + int(self._aligned(place.length)))
-            positions[start : ends[-1]] = np.arange(ends[-1] - start)
+            here = slice(place.start, place.start + place.length)
+            row["tokens"][here] = chat.tokens[: place.length]
+            row["labels"][here] = chat.tokens[1 : place.length + 1]
+            row["is_padding"][here] = False
+            if idx is not None:
+                row["loss_mask"][here] = chat.is_trained[1 : place.length + 1]
+            ends.append(place.start + int(self._aligned(place.length)))
         if ends[-1] < s:
-            positions[ends[-1] :] = np.arange(s - ends[-1])
             ends.append(s)
-        if idx is None:
-            loss_mask[:] = 0.0
-        longest = int(np.diff(ends).max())
-        return {
-            "tokens": torch.from_numpy(tokens),
-            "labels": torch.from_numpy(labels),
-            "loss_mask": torch.from_numpy(loss_mask),
-            "position_ids": torch.from_numpy(positions),
-            "is_padding": torch.from_numpy(is_padding),
-            "packed_seq_params": PackedBounds(torch.tensor(ends, dtype=torch.int32), longest),
-        }
+        lengths = np.diff(ends)
+        row["position_ids"] = np.arange(s) - np.repeat(ends[:-1], lengths)
+        bounds = PackedBounds(torch.tensor(ends, dtype=torch.int32), int(lengths.max()))
+        tensors = {name: torch.from_numpy(values) for name, values in row.items()}
+        return {**tensors, "packed_seq_params": bounds}
 
     def places(self, idx: int | None) -> Iterator[Place]:
         """Yield where row ``idx`` holds conversations."""
@@ -347,9 +339,6 @@ class SFTDataset(MegatronDataset):
         """Return the complete conversation at ``place``."""
         found: EncodedChat = self.encoded[place.row * self._per_row + place.turn]
         return found
-
-    def _seed_of_split(self) -> int:
-        return self.config.random_seed * len(Split) + self.index_split.value
 
     def _aligned(self, n: Any) -> Any:
         """Return ``n`` rounded up to the alignment."""
@@ -435,12 +424,3 @@ class MockConversations:
         firsts = np.repeat(random.integers(config.tokenizer.vocab_size, size=count), lengths)
         tokens = ((firsts + place) % config.tokenizer.vocab_size).astype(np.int32)
         return EncodedRows(tokens, place >= np.repeat(lengths // 2, lengths), ends)
-
-
-def _as_sft_config(config: GPTDatasetConfig) -> SFTDatasetConfig:
-    """Return the settings of a script written for Megatron-LM, which does not pack.
-
-    The tokenizer of such a script is an SFTTokenizer, which has the chat template.
-    """
-    given = {f.name: vars(config)[f.name] for f in fields(config) if f.init}
-    return SFTDatasetConfig(**given, chat=config.tokenizer.chat, packs=False)

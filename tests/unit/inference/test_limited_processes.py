@@ -93,7 +93,8 @@ def test_connections_are_opened_although_the_first_process_is_stopped(
     while not {*multiprocessing.active_children()} - before - {process}:
         processes.open().close()  # nobody takes it
     with processes.open() as connection:
-        assert limited_processes.receive(connection) == b'[true, ""]'
+        limited_processes.send(connection, b"{}")
+        assert limited_processes.receive(connection) == b'[true, "x"]'
     process.join()
     processes.close()
 

@@ -31,6 +31,7 @@ from megatron.inference.server.engine_link import EngineClient, EngineInfo, Engi
 from megatron.inference.server.fields import ApiError, as_api_error, parse_json
 from megatron.inference.server.generation import Generation, GenerationRequest
 from megatron.inference.server.megatron_api import answer_api
+from megatron.inference.server.metrics import Metrics
 from megatron.inference.server.model import Model
 from megatron.inference.server.openai_api import log_prob_table
 from megatron.inference.server.openai_fields import ToolCallParser
@@ -144,13 +145,11 @@ def test_a_request_waits_for_its_grammar_while_others_are_added(monkeypatch):
 def test_tokens_are_kept_for_answers_that_have_them(keeps_tokens):
     spec = vars(TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=99))
     wanted = GenerationRequest([[5, 6]], PARAMS, TextRules(), keeps_tokens=keeps_tokens)
-    timer = SimpleNamespace(received=lambda number: None, finished=lambda reason: None)
-    metrics = SimpleNamespace(timer=lambda: timer, started=lambda number: None)
 
     async def finish():
         client = EngineClient(None, SimpleNamespace(write=sent.append, drain=nothing))
         model = Model.of(replace(INFO, tokenizer=spec))
-        generation = Generation(client, model, metrics, wanted)
+        generation = Generation(client, model, Metrics(), wanted)
         (request_id,) = generation.samples
         output = RequestOutput(
             request_id, (TokenOutput(7, -1.0), TokenOutput(8, -2.0)), (), "length"
