@@ -351,71 +351,67 @@ def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
     """Return a config.json for the model that ``run`` builds, of the family it is nearest to."""
     vision = run.vision
     layers = encoder_config(run)
+    text = _text_of(run, vocab_size)
     family = INTERNVL if vision.vision_model_type.startswith("internvit") else LLAVA
     if vision.grids:
         family = LLAVA_NEXT
-    text = _text_of(run, vocab_size)
+    more: JsonObject = {}
     if vision.vision_model_type == "qwen2_vl":
-        return _new_qwen(run, text)
-    text_family = hf.choose_family(text, None)
-    names = {function: name for name, function in ACTIVATIONS.items()}
-    images: JsonObject = {
-        "model_type": family.images,
-        "num_hidden_layers": layers.num_layers,
-        "hidden_size": layers.hidden_size,
-        "intermediate_size": layers.ffn_hidden_size,
-        "num_attention_heads": layers.num_attention_heads,
-        "hidden_act": names[layers.activation_func],
-        "layer_norm_eps": layers.layernorm_epsilon,
-        "image_size": vision.img_h,
-        "patch_size": vision.patch_dim,
-    }
-    config: JsonObject = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        family.image_token: image_token(run),
-        "vision_feature_layer": -1,
-        "vision_feature_select_strategy": (
-            "default" if vision.disable_vision_class_token else "full"
-        ),
-        "projector_hidden_act": "gelu",
-        "tie_word_embeddings": text.is_tied,
-        "text_config": text_family.config(text),
-        "vision_config": images,
-    }
-    if vision.vision_model_type == "siglip_without_norm":
-        images |= {"model_type": "siglip_vision_model", "vision_use_head": False}
-    if vision.grids:
-        config["image_grid_pinpoints"] = [list(grid) for grid in vision.grids]
-    if family is INTERNVL:
-        is_rms = layers.normalization == "RMSNorm"
-        images["norm_type"] = "rms_norm" if is_rms else "layer_norm"
-        images |= {"use_qk_norm": layers.qk_layernorm_full_width, "attention_bias": True}
-        images["image_size"] = [vision.img_h, vision.img_w]
-        images["patch_size"] = [vision.patch_dim, vision.patch_dim]
-        config["downsample_ratio"] = 0.5
-    return config
-
-
-def _new_qwen(config: RunConfig, text: ModelShape) -> JsonObject:
-    layers = encoder_config(config)
-    assert layers.ffn_hidden_size is not None, "it is derived"
-    return {
-        "architectures": [QWEN2_VL.architecture],
-        "model_type": QWEN2_VL.model_type,
-        QWEN2_VL.image_token: image_token(config),
-        "tie_word_embeddings": text.is_tied,
-        "text_config": hf.family_of({"model_type": QWEN2_VL.text}).config(text),
-        "vision_config": {
+        family = QWEN2_VL
+        text_family = hf.family_of({"model_type": family.text})
+        assert layers.ffn_hidden_size is not None, "it is derived"
+        images: JsonObject = {
             **_QWEN,
-            "model_type": QWEN2_VL.images,
+            "model_type": family.images,
             "depth": layers.num_layers,
             "embed_dim": layers.hidden_size,
             "hidden_size": text.hidden_size,
             "mlp_ratio": layers.ffn_hidden_size // layers.hidden_size,
             "num_heads": layers.num_attention_heads,
-            "patch_size": config.vision.patch_dim,
-        },
+            "patch_size": vision.patch_dim,
+        }
+    else:
+        text_family = hf.choose_family(text, None)
+        names = {function: name for name, function in ACTIVATIONS.items()}
+        images = {
+            "model_type": family.images,
+            "num_hidden_layers": layers.num_layers,
+            "hidden_size": layers.hidden_size,
+            "intermediate_size": layers.ffn_hidden_size,
+            "num_attention_heads": layers.num_attention_heads,
+            "hidden_act": names[layers.activation_func],
+            "layer_norm_eps": layers.layernorm_epsilon,
+            "image_size": vision.img_h,
+            "patch_size": vision.patch_dim,
+        }
+        drops_class_token = vision.disable_vision_class_token
+        more = {
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "default" if drops_class_token else "full",
+            "projector_hidden_act": "gelu",
+        }
+    if vision.vision_model_type == "siglip_without_norm":
+        images |= {"model_type": "siglip_vision_model", "vision_use_head": False}
+    if vision.grids:
+        more["image_grid_pinpoints"] = [list(grid) for grid in vision.grids]
+    if family is INTERNVL:
+        is_rms = layers.normalization == "RMSNorm"
+        images |= {
+            "norm_type": "rms_norm" if is_rms else "layer_norm",
+            "use_qk_norm": layers.qk_layernorm_full_width,
+            "attention_bias": True,
+            "image_size": [vision.img_h, vision.img_w],
+            "patch_size": [vision.patch_dim, vision.patch_dim],
+        }
+        more["downsample_ratio"] = 0.5
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        family.image_token: image_token(run),
+        "tie_word_embeddings": text.is_tied,
+        "text_config": text_family.config(text),
+        "vision_config": images,
+        **more,
     }
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.core.config.errors import ConfigError
+from megatron.training.config.tokenizer import TokenizerConfig
 
 
 @dataclass(frozen=True)
@@ -176,24 +177,8 @@ def surround(batch: TokenBatch, prefix: Sequence[int], suffix: Sequence[int]) ->
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerSpec:
+class TokenizerSpec(TokenizerConfig):
     """Tokenizer options of the command line."""
-
-    tokenizer_type: str | None = None
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    tokenizer_model: str | None = None
-    vocab_size: int | None = None
-    vocab_extra_ids: int = 0
-    tiktoken_pattern: str | None = None
-    tiktoken_num_special_tokens: int = 1000
-    tiktoken_special_tokens: Sequence[str] | None = None
-    tokenizer_prompt_format: str | None = None
-    special_tokens: Sequence[str] = ("<image>",)
-    image_tag_type: str = ""
-    force_system_message: bool = False
-    sft_tokenizer_prompt_format: str = "nemotron-h-aligned"
-    chat_template: str | None = None
 
     @classmethod
     def of(cls, source: object) -> TokenizerSpec:

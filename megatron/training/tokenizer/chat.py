@@ -61,7 +61,10 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._has_blocks = re.search(r"{%[-+]?\s*generation\b", source) is not None
         self._errors = template_errors(_WANTED_BY)
-        self._special_tokens = _named_tokens(tokenizer) | dict(special_tokens)
+        ids = {f"{role}_token": tokenizer.id_of(role) for role in ("bos", "eos")}
+        names = tokenizer.inv_vocab
+        own = {name: names[i] for name, i in ids.items() if i is not None and i in names}
+        self._special_tokens = own | dict(special_tokens)
         try:
             self._template = compile_template(source, _WANTED_BY, _MARKS)
         except self._errors as error:
@@ -127,8 +130,12 @@ class ChatTemplate:
             spans = [block for block in blocks if block.start >= len(prompt)]
         trained = [text[start:end] for start, end in spans]
         for n, i in enumerate(i for i in turns if i >= first_trained):
-            if not _is_in("".join(trained) if blocks else trained[n], messages[i]):
-                lost = "call of a function" if messages[i].get("tool_calls") else "text"
+            written = "".join(trained) if blocks else trained[n]
+            calls = messages[i].get("tool_calls")
+            # The last call, or the first or the last word, must be there.
+            first = () if calls else _words(messages[i])[:1]
+            if _tail(messages[i]) not in written and not any(w[:_TAIL] in written for w in first):
+                lost = "call of a function" if calls else "text"
                 raise DataError(
                     f"{self.origin}: the template leaves out the {lost} of message {i}; give a "
                     "template that writes it with --chat-template.  A sample:\n" + text[:_SHOWN]
@@ -274,16 +281,6 @@ def _encode_by_prefixes(
     return EncodedChat(np.array(tokens, np.int32), is_trained)
 
 
-def _named_tokens(tokenizer: MegatronTokenizer) -> dict[str, str]:
-    """Return the texts of bos_token and eos_token, as far as the tokenizer has them."""
-    found = {}
-    for role in ("bos", "eos"):
-        index = tokenizer.id_of(role)
-        if index is not None and index in tokenizer.inv_vocab:
-            found[f"{role}_token"] = tokenizer.inv_vocab[index]
-    return found
-
-
 def _overlap(left: str, right: str) -> int:
     """Return the length of the longest prefix of ``right`` that ends ``left``."""
     at = left.find(right[0]) if right else -1
@@ -293,12 +290,6 @@ def _overlap(left: str, right: str) -> int:
             return len(left) - at
         at = left.find(right[0], at + 1)
     return 0
-
-
-def _is_in(text: str, message: Message) -> bool:
-    """Return whether ``text`` has the last call, or the first or last word, of a message."""
-    words = () if message.get("tool_calls") else _words(message)
-    return _tail(message) in text or any(word[:_TAIL] in text for word in words[:1])
 
 
 def _words(message: Message) -> list[str]:

@@ -294,5 +294,5 @@ def test_a_given_padded_size_is_kept():
 
 
 def test_a_spec_is_picked_out_of_the_frozen_config():
-    config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=7, padded_vocab_size=8)
-    assert TokenizerSpec.of(config) == TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=7)
+    options = {"tokenizer_type": "NullTokenizer", "vocab_size": 7, "padded_vocab_size": 8}
+    assert TokenizerSpec.of(TokenizerConfig(**options)) == TokenizerSpec(**options)
