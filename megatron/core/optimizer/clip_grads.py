@@ -131,10 +131,8 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         return _sum_of_squared(torch.stack(torch._foreach_norm(list(tensors), 2, dtype)))
     if all(t.is_contiguous() and cpu_kernels.take(t) for t in tensors):
         return torch.cat([_squares_of_pieces(t) for t in tensors]).sum()
-    small = [t for t in tensors if 0 < t.numel() <= _BLOCK]
-    blocks = [norms for t in tensors if t.numel() > _BLOCK for norms in _norms_of_blocks(t, dtype)]
-    if small:
-        blocks.append(torch.stack(torch._foreach_norm(small, 2, dtype)))
+    in_order = sorted(tensors, key=lambda t: t.numel() <= _BLOCK)
+    blocks = [norms for tensor in in_order for norms in _norms_of_blocks(tensor, dtype)]
     return _sum_of_squared(torch.cat(blocks)) if blocks else tensors[0].new_zeros(()).double()
 
 
@@ -158,13 +156,14 @@ def _squares_of_pieces(tensor: Tensor) -> Tensor:
 
 def _norms_of_blocks(tensor: Tensor, dtype: torch.dtype) -> list[Tensor]:
     flat = tensor.reshape(-1)
-    rest = flat.numel() % _BLOCK
-    whole = flat[: flat.numel() - rest]
+    whole, rest = flat.split([flat.numel() // _BLOCK * _BLOCK, flat.numel() % _BLOCK])
     # Convert a few blocks at a time, so that the fp32 copies stay in the cache.
-    parts = [whole] if flat.dtype == dtype else list(whole.split(32 * _BLOCK))
-    parts += [flat[flat.numel() - rest :]] if rest else []
-    rows = (part.to(dtype).view(-1, min(_BLOCK, part.numel())) for part in parts)
-    return [torch.linalg.vector_norm(r, dim=1) for r in rows]
+    parts = [whole] if flat.dtype == dtype else whole.split(32 * _BLOCK)
+    return [
+        torch.linalg.vector_norm(part.to(dtype).view(-1, min(_BLOCK, part.numel())), dim=1)
+        for part in (*parts, rest)
+        if part.numel()
+    ]
 
 
 def _sum_over_model(pair: Tensor, groups: ProcessGroupCollection, is_sharded: bool) -> Tensor:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from megatron.core.config.errors import ConfigError
 
 
-class GradScaler(ABC):
-    """Loss scale: ``scale`` multiplies the loss, and the optimizer divides gradients by it."""
+class GradScaler:
+    """Loss scale that never changes (--loss-scale).
+
+    ``scale`` multiplies the loss, and the optimizer divides gradients by it.
+    """
 
     def __init__(self, scale: float) -> None:
         if scale <= 0.0:
             raise ConfigError(f"the loss scale {scale} must be positive, see --loss-scale")
         self.scale = scale
 
-    @abstractmethod
     def update(self, found_inf: bool) -> None:
         """Adapt the scale to whether the last step's gradients overflowed."""
 
@@ -24,19 +25,11 @@ class GradScaler(ABC):
         """Return the scale and its counters, for a checkpoint."""
         return {"scale": self.scale}
 
-    @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore the result of `state_dict`; the scale of the command line stays as it is."""
 
 
-class ConstantGradScaler(GradScaler):
-    """Loss scale that never changes (--loss-scale)."""
-
-    def update(self, found_inf: bool) -> None:
-        return
-
-    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
-        """Do nothing: the scale of the command line is used, not the saved one."""
+ConstantGradScaler = GradScaler  # Megatron-LM's name
 
 
 class DynamicGradScaler(GradScaler):

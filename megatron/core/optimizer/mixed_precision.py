@@ -100,12 +100,14 @@ def optimized_params(
     """
     every = [p for g in groups for p in g["params"] if parts is None or p in parts]
     part_of = dict.fromkeys(every) if parts is None else parts
-    on_host = dict.fromkeys(every, False)
+    on_host = [False] * len(every)
     if config.optimizer_cpu_offload and device.host_is_apart():
         numels = [_part_of(local_part(p.detach()), part_of[p]).numel() for p in every]
-        fraction = config.optimizer_offload_fraction
-        on_host = dict(zip(every, chosen(numels, fraction), strict=True))
-    records = {p: _record(names[p], p, part_of[p], config, on_host[p]) for p in every}
+        on_host = chosen(numels, config.optimizer_offload_fraction)
+    records = {
+        p: _record(names[p], p, part_of[p], config, is_offloaded)
+        for p, is_offloaded in zip(every, on_host, strict=True)
+    }
     main_groups: list[ParamGroup] = [
         {**group, "params": [records[p].main for p in group["params"] if p in records]}
         for group in groups

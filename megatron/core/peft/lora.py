@@ -46,7 +46,7 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from megatron.core.tensor_parallel.linear import linear
+from megatron.core.tensor_parallel.linear import LinearCall, linear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -266,14 +266,15 @@ class LinearAdapter(nn.Module):
         """Compute scale * B A x: [.., i] -> [.., o] of this rank; collectives as in the module."""
         a = self.matrices("a")
         x = self._with_dropout(x)
-        narrow = linear(x, a[0] if len(a) == 1 else torch.cat(a), None, is_own=len(a) == 1)
+        is_own = len(a) == 1
+        narrow = linear(x, LinearCall(a[0] if is_own else torch.cat(a), is_own=is_own))
         if self.group is not None and self.is_sequence_sharded:
             narrow = gather_from_sequence_parallel_region(narrow, group=self.group)
         elif self.group is not None:
             narrow = copy_to_tensor_model_parallel_region(narrow, self.group)
         inputs = (narrow * self.config.scale).split(self.config.rank, -1)
         return self._stacked(
-            [linear(z, b, None) for z, b in zip(inputs, self.matrices("b"), strict=True)]
+            [linear(z, LinearCall(b)) for z, b in zip(inputs, self.matrices("b"), strict=True)]
         )
 
     def delta(self) -> Tensor:
@@ -331,7 +332,7 @@ class EmbeddingAdapter(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids of this rank's rows: [b, s] -> [b, s, h], without reduction over ranks."""
-        return linear(F.embedding(ids, self.a) * self.config.scale, self.b, None)
+        return linear(F.embedding(ids, self.a) * self.config.scale, LinearCall(self.b))
 
     def delta(self) -> Tensor:
         """Return scale * A B^T, in the shape of this rank's weight: [v/tp, h]."""

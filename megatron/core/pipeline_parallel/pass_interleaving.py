@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 
 from megatron.core import device
 from megatron.core.autograd import ThreadLocal
@@ -35,7 +35,7 @@ class _Stopped(BaseException):
 
 
 class _Turns:
-    """State of two interleaved passes: which one runs, which have ended, the first failure.
+    """State of two interleaved passes: which one runs, which have ended, whether one has failed.
 
     The fields need no lock: only the running pass reads or writes them, and the semaphores order
     its writes before the reads of the other.
@@ -46,7 +46,7 @@ class _Turns:
         self.turns = (threading.Semaphore(0), threading.Semaphore(0))  # released: may run
         self.running = 0  # index of the running pass
         self.has_ended = [False, False]
-        self.failure: BaseException | None = None
+        self.has_failed = False
 
     def yield_to_peer(self) -> None:
         me = self.running
@@ -57,7 +57,7 @@ class _Turns:
 
     def await_turn(self, me: int) -> None:
         self.turns[me].acquire()
-        if self.failure is not None:
+        if self.has_failed:
             raise _Stopped
 
     def _run_the_other(self) -> None:
@@ -65,30 +65,24 @@ class _Turns:
         self.turns[self.running].release()
 
     def run(self, me: int, work: Callable[[], None]) -> None:
-        """Run pass ``me`` to its end; its exception is stored in ``failure``, not raised."""
+        """Run pass ``me`` to its end, then resume the other one.
+
+        If the other pass has ended already, no thread waits for the semaphore.
+        """
         _current.set(self)
-        with contextlib.ExitStack() as stack:
-            stack.push(partial(self._end, me))
+        is_complete = False
+        try:
             if me == 1:
                 # A new thread starts on device 0, and with the default stream.
                 device.use_in_this_thread()
                 self.await_turn(me)
             work()
-
-    def _end(
-        self, me: int, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> bool:
-        """End a pass: store its failure and resume the other one (``__exit__`` of a context).
-
-        If the other pass has ended already, no thread waits for the semaphore.
-        """
-        del kind, trace
-        _current.set(None)
-        if error is not None and not isinstance(error, _Stopped):
-            self.failure = error
-        self.has_ended[me] = True
-        self._run_the_other()
-        return True
+            is_complete = True
+        finally:
+            _current.set(None)
+            self.has_failed |= not is_complete
+            self.has_ended[me] = True
+            self._run_the_other()
 
 
 def interleave(
@@ -103,12 +97,11 @@ def interleave(
     after both have ended.
     """
     turns = _Turns(before_yielding)
-    thread = threading.Thread(target=turns.run, args=(1, second), daemon=True)
-    thread.start()
-    turns.run(0, first)
-    thread.join()
-    if turns.failure is not None:
-        raise turns.failure
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(turns.run, 1, second)
+        with contextlib.suppress(_Stopped):  # the second pass has failed
+            turns.run(0, first)
+    other.result()
 
 
 def yield_to_peer() -> None:

@@ -57,7 +57,9 @@ class _VocabParallelCrossEntropy(Function[Tensor]):
         if group.size() > 1:
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
         shifted = true_logits - highest.unsqueeze(-1)
-        at_target = _at(shifted, index, is_mine)
+        at_target = torch.zeros_like(highest)
+        if columns:
+            at_target = shifted.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~is_mine, 0)
         terms = [shifted.exp().sum(-1), at_target]
         if label_smoothing:
             terms.append(shifted.sum(-1))
@@ -92,12 +94,6 @@ class _VocabParallelCrossEntropy(Function[Tensor]):
         grad_logits = torch.zeros_like(logits)
         grad_logits[..., :columns] = share
         return grad_logits, None, None, None, None
-
-
-def _at(x: Tensor, index: Tensor, is_mine: Tensor) -> Tensor:
-    if not x.shape[-1]:
-        return torch.zeros_like(x.sum(-1))
-    return x.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~is_mine, 0)
 
 
 def vocab_parallel_cross_entropy(

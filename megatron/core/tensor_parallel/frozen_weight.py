@@ -10,9 +10,8 @@ that shard it, so that all layouts store the same values if blocks divide the co
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -29,12 +28,6 @@ FORMATS: tuple[StoredFormat, ...] = ("fp8", "int8", "nvfp4")
 _FP8_BLOCK = (1, 128)
 _FP4_BLOCK = (1, 16)
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, in the order of its codes
-
-
-class Stored(Protocol):
-    """A matrix in few bits."""
-
-    def values(self, dtype: torch.dtype) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -56,25 +49,19 @@ class PackedFp4:
         return values
 
 
+Stored = Scaled | PackedFp4  # a matrix in few bits
+
+
 def stored(weight: Tensor, format: StoredFormat, group: ProcessGroup | None) -> Stored:
     """Round ``weight`` [o, i] to ``format``.  For nvfp4 collective over ``group``, which shards it.
 
     Rounding is to nearest.  Raises ValueError if i is no multiple of the block of nvfp4.
     """
-    return _STORE[format](weight.detach(), group)
-
-
-def _fp8(weight: Tensor, group: ProcessGroup | None) -> Scaled:
-    del group
-    return quantize(weight.float(), E4M3, _FP8_BLOCK)
-
-
-def _int8(weight: Tensor, group: ProcessGroup | None) -> Scaled:
-    del group
-    return quantize_weight(weight)
-
-
-def _nvfp4(weight: Tensor, group: ProcessGroup | None) -> PackedFp4:
+    weight = weight.detach()
+    if format == "fp8":
+        return quantize(weight.float(), E4M3, _FP8_BLOCK)
+    if format == "int8":
+        return quantize_weight(weight)
     if weight.shape[1] % _FP4_BLOCK[1]:
         raise ValueError(f"{weight.shape[1]} columns are no multiple of {_FP4_BLOCK[1]}")
     top = largest(weight)
@@ -88,13 +75,6 @@ def _nvfp4(weight: Tensor, group: ProcessGroup | None) -> PackedFp4:
     codes = (codes + 8 * (values < 0)).to(torch.uint8)
     packed = codes[:, ::2] | (codes[:, 1::2] << 4)
     return PackedFp4(packed, (scaled.scale / factor).to(E4M3.dtype), factor)
-
-
-_STORE: dict[StoredFormat, Callable[[Tensor, ProcessGroup | None], Stored]] = {
-    "fp8": _fp8,
-    "int8": _int8,
-    "nvfp4": _nvfp4,
-}
 
 
 class FrozenWeight(Gemms):

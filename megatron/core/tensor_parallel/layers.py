@@ -30,7 +30,14 @@ from megatron.core.device import cpu_kernels
 from megatron.core.params.param_info import info_of
 from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.tensor_parallel.frozen_weight import FrozenWeight
-from megatron.core.tensor_parallel.linear import Multiply, Overlap, Quantizer, linear, sum_output
+from megatron.core.tensor_parallel.linear import (
+    LinearCall,
+    Multiply,
+    Overlap,
+    Quantizer,
+    linear,
+    sum_output,
+)
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -97,7 +104,7 @@ class Linear(nn.Module):
         """Return x W^T + b on this rank.  No communication."""
         weight = self.weight
         assert weight is not None, "a layer without a weight"
-        y = linear(x, weight, bias, quantizer=self.quantizer, multiply=self.multiply)
+        y = linear(x, LinearCall(weight, bias), self.quantizer, self.multiply)
         return self._adapted(x, y)
 
     def _adapted(self, x: Tensor, y: Tensor) -> Tensor:
@@ -207,17 +214,16 @@ class ColumnParallelLinear(_ShardedLinear):
         assert weight is not None, "this layer has no weight of its own: pass one"
         bias = None if self.skip_bias_add else self.bias
         is_own = weight is own
-        y = linear(
-            x,
+        call = LinearCall(
             weight,
             bias,
-            is_own=is_own,
-            group=self.grad_group,
-            sequence_parallel=self.sequence_parallel,
+            is_own,
+            self.grad_group,
+            self.sequence_parallel,
             overlap=self.overlap if is_own else None,
-            quantizer=self.quantizer if is_own or own is None else None,
-            multiply=self.multiply,
         )
+        quantizer = self.quantizer if is_own or own is None else None
+        y = linear(x, call, quantizer, self.multiply)
         y = self._adapted(x, y)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
@@ -291,16 +297,13 @@ class RowParallelLinear(_ShardedLinear):
     def summed_product(self, x: Tensor) -> Tensor:
         """Return x W^T, reduced over the ranks; for an expert the dispatcher reduces instead."""
         group = self.sum_group
-        y = linear(
-            x,
+        call = LinearCall(
             self.weight,
-            None,
             output_group=group if self.lora is None else None,
             scatters_output=self.sequence_parallel,
             overlap=self.overlap,
-            quantizer=self.quantizer,
-            multiply=self.multiply,
         )
+        y = linear(x, call, self.quantizer, self.multiply)
         if self.lora is None or group is None:
             return self._adapted(x, y)
         return sum_output(self._adapted(x, y), group, scatters=self.sequence_parallel)

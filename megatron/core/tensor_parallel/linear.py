@@ -47,36 +47,25 @@ Params = tuple[Tensor | None, Tensor | None]  # weight and bias that need a grad
 
 def linear(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    is_own: bool = True,
-    group: ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    output_group: ProcessGroup | None = None,
-    scatters_output: bool = False,
-    overlap: Overlap | None = None,
+    call: LinearCall,
     quantizer: Quantizer | None = None,
     multiply: Multiply = F.linear,
 ) -> Tensor:
-    """Compute x W^T + b.
+    """Compute x W^T + b.  Collective over the groups of ``call``.
 
-    ``group``: ranks over which the input gradient is summed; None for a layer without collectives.
-    ``output_group``: ranks over which the output is summed, by a reduce-scatter along dim 0 if
-    ``scatters_output``.  ``is_own``: only this layer uses the weight, so backward may defer its
-    gradient or add it to ``main_grad``.  ``quantizer``: computes the layer in another way.
-    ``multiply``: runs the GEMM of the forward pass; it needs no gradient.  Collective over both
-    groups.
+    ``quantizer``: computes the layer in another way.  ``multiply``: runs the GEMM of the forward
+    pass; it needs no gradient.
     """
-    call = LinearCall(
-        weight, bias, is_own, group, sequence_parallel, output_group, scatters_output, overlap
-    )
     if quantizer is not None:
         return quantizer(x, call)
-    asks = is_own and torch.is_grad_enabled() and (adds_to_main_grad(weight) or may_be_deferred())
-    if group is None and overlap is None and not asks and multiply is F.linear:
-        y = F.linear(x, weight, bias)
-        return y if output_group is None else sum_output(y, output_group, scatters=scatters_output)
+    weight, output_group = call.weight, call.output_group
+    may_defer = call.is_own and torch.is_grad_enabled()
+    asks = may_defer and (adds_to_main_grad(weight) or may_be_deferred())
+    if call.group is None and call.overlap is None and not asks and multiply is F.linear:
+        y = F.linear(x, weight, call.bias)
+        if output_group is None:
+            return y
+        return sum_output(y, output_group, scatters=call.scatters_output)
     return linear_of(x, call, DENSE if multiply is F.linear else Gemms(multiply))
 
 
@@ -86,15 +75,16 @@ def linear_of(x: Tensor, call: LinearCall, gemms: Gemms) -> Tensor:
 
 
 class LinearCall(NamedTuple):
-    """The arguments of `linear` that backward needs besides saved tensors."""
+    """A linear layer with its parameters, and which of its tensors ranks hold in parts."""
 
     weight: Tensor  # the parameter object, which a queue and main_grad need
-    bias: Tensor | None
-    is_own: bool
-    group: ProcessGroup | None
-    sequence_parallel: bool
-    output_group: ProcessGroup | None = None
-    scatters_output: bool = False
+    bias: Tensor | None = None
+    # Only this layer uses the weight: backward may defer its gradient or add it to main_grad.
+    is_own: bool = True
+    group: ProcessGroup | None = None  # over which the input gradient is summed
+    sequence_parallel: bool = False  # the input is sharded over ``group``
+    output_group: ProcessGroup | None = None  # over which the output is summed
+    scatters_output: bool = False  # by a reduce-scatter along dim 0
     overlap: Overlap | None = None
 
     @property

@@ -127,13 +127,6 @@ def through(x: Tensor, about: T, forth: Move[T], back: Move[T]) -> Tensor:
     return _Through.call(x, about, forth, back)
 
 
-def _pair(
-    x: Tensor, group: ProcessGroup, forth: Move[ProcessGroup], back: Move[ProcessGroup]
-) -> Tensor:
-    """Run ``forth`` in forward and ``back`` in backward; the identity in a group of one rank."""
-    return x if group.size() == 1 else through(x, group, forth, back)
-
-
 def _same(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.view_as(x)
 
@@ -147,43 +140,33 @@ def _own_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.narrow(-1, group.rank() * share, share).contiguous()
 
 
-def copy_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return ``x``; backward all-reduces the gradient, since every rank used the same input."""
-    return _pair(x, group, _same, all_reduce)
+def _region(
+    forth: Move[ProcessGroup], back: Move[ProcessGroup]
+) -> Callable[[Tensor, ProcessGroup], Tensor]:
+    """Return a function with this forward and backward; the identity in a group of one rank."""
+
+    def region(x: Tensor, group: ProcessGroup) -> Tensor:
+        return x if group.size() == 1 else through(x, group, forth, back)
+
+    return region
 
 
-def reduce_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """All-reduce partial sums; backward returns the gradient unchanged."""
-    return _pair(x, group, all_reduce, _same)
-
-
-def gather_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """All-gather the last dimension: [..., h/tp] -> [..., h]; backward keeps this rank's slice.
-
-    Use it if all ranks compute the same from the result: no gradients are summed.
-    """
-    return _pair(x, group, all_gather_last_dim, _own_last_dim)
-
-
-def scatter_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Keep this rank's slice of the last dimension: [..., h] -> [..., h/tp].
-
-    No communication in forward; backward all-gathers the slices.
-    """
-    return _pair(x, group, _own_last_dim, all_gather_last_dim)
-
-
-def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """All-gather the last dimension: [..., h/tp] -> [..., h]; backward reduce-scatters.
-
-    Use it if ranks compute different things from the result: their gradients are summed.
-    """
-    return _pair(x, group, all_gather_last_dim, reduce_scatter_last_dim)
-
-
-def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Reduce-scatter the last dimension: [..., h] -> [..., h/tp]; backward all-gathers."""
-    return _pair(x, group, reduce_scatter_last_dim, all_gather_last_dim)
+copy_to_tensor_model_parallel_region = _region(_same, all_reduce)
+reduce_from_tensor_model_parallel_region = _region(all_reduce, _same)
+# For ranks that compute the same from the result: no gradients are summed.
+gather_from_tensor_model_parallel_region = _region(all_gather_last_dim, _own_last_dim)
+scatter_to_tensor_model_parallel_region = _region(_own_last_dim, all_gather_last_dim)
+# For ranks that compute different things from the result: their gradients are summed.
+all_gather_last_dim_from_tensor_parallel_region = _region(
+    all_gather_last_dim, reduce_scatter_last_dim
+)
+reduce_scatter_last_dim_to_tensor_parallel_region = _region(
+    reduce_scatter_last_dim, all_gather_last_dim
+)
+scatter_to_sequence_parallel_region = _region(_own_first_dim, all_gather_first_dim)
+reduce_scatter_to_sequence_parallel_region = _region(reduce_scatter_first_dim, all_gather_first_dim)
+# Part i of dim 0, [size, ...], is sent to, and received from, rank i.
+all_to_all_first_dim = _region(_swap_first_dim, _swap_first_dim)
 
 
 def gather_from_sequence_parallel_region(
@@ -195,25 +178,4 @@ def gather_from_sequence_parallel_region(
     reduce-scatters; without, each rank has the complete gradient and keeps its slice.
     """
     back = reduce_scatter_first_dim if tensor_parallel_output_grad else _own_first_dim
-    return _pair(x, group, all_gather_first_dim, back)
-
-
-def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Keep this rank's slice of the first dimension: [s, ...] -> [s/tp, ...].
-
-    No communication in forward; backward all-gathers the slices.
-    """
-    return _pair(x, group, _own_first_dim, all_gather_first_dim)
-
-
-def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Reduce-scatter the first dimension: [s, ...] -> [s/tp, ...]; backward all-gathers."""
-    return _pair(x, group, reduce_scatter_first_dim, all_gather_first_dim)
-
-
-def all_to_all_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Run an all-to-all over dim 0, [size, ...]: part i is sent to, and received from, rank i.
-
-    Backward runs the same all-to-all on the gradient.
-    """
-    return _pair(x, group, _swap_first_dim, _swap_first_dim)
+    return _region(all_gather_first_dim, back)(x, group)

@@ -17,7 +17,6 @@ compute each value alone.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from megatron.core.fusions.rms_norm import norm_rows_alike
 from megatron.core.fusions.small_linear import small_linear
 from megatron.core.optional import why_missing
 from megatron.core.tensor_parallel.layers import Linear
-from megatron.core.tensor_parallel.linear import linear
+from megatron.core.tensor_parallel.linear import LinearCall, linear
 from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer
 from megatron.core.transformer.dot_product_attention import CAUSAL, DotProductAttention
 from megatron.core.transformer.moe.router import TopKRouter
@@ -50,7 +49,10 @@ def make_batch_invariant(model: nn.Module, flag: str) -> None:
         if (reason := _dependence(module)) is not None:
             raise ConfigError(f"{flag}: {reason}; leave the flag out for this model")
     _check_kernels(model, flag)
-    multiply = partial(linear, is_own=False, multiply=small_linear)
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(x, LinearCall(weight, bias, is_own=False), multiply=small_linear)
+
     for module in model.modules():
         if isinstance(module, Linear):
             module.multiply = small_linear

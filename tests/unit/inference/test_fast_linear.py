@@ -22,7 +22,7 @@ from megatron.core.inference.paged_engine.cache import BatchView, PagedCache, Sl
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Segment, StepPlan
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.linear import linear
+from megatron.core.tensor_parallel.linear import LinearCall, linear
 from megatron.core.transformer.batch_invariant import sigmoid
 from tests.support import selection, tolerances
 from tests.support.one_process import one_process_groups, tiny_config
@@ -182,7 +182,7 @@ def test_the_sigmoid_is_that_of_torch() -> None:
 def test_many_rows_are_multiplied_in_float32(rows: int, batch_invariant: bool) -> None:
     x = torch.randn(rows, 1, 300) / 300
     weight, bias = torch.randn(70, 300), torch.randn(70)
-    found = linear(x, weight, bias, quantizer=FastLinear("fp32", batch_invariant))
+    found = linear(x, LinearCall(weight, bias), FastLinear("fp32", batch_invariant))
     wanted = F.linear(x.double(), weight.double(), bias.double()).float()
     torch.testing.assert_close(found, wanted, **tolerances.of(torch.float32))
     if batch_invariant:

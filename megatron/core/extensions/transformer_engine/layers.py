@@ -34,6 +34,17 @@ class _Computed(Linear):
     bias: nn.Parameter | None
     engine: Engine | None = None
 
+    def __init__(self, *sizes: int, config: TransformerConfig, **arguments: Any) -> None:
+        # The other base class of a layer takes these arguments.
+        super().__init__(*sizes, config=config, **arguments)  # type: ignore[call-arg]
+        self.config = config
+        if self.weight is not None:
+            self.create_engine()
+
+    def create_engine(self) -> None:
+        """Call `use_engine` for the layer."""
+        self.use_engine("Linear", "", None, bias=self.bias is not None)
+
     def use_engine(self, kind: str, mode: str, group: ProcessGroup | None, **more: object) -> None:
         """Create the engine, of the package's class ``kind``.
 
@@ -111,11 +122,7 @@ class TEColumnParallelLinear(_Computed, ColumnParallelLinear):
 
     kind = "Linear"
 
-    def __init__(self, *sizes: int, config: TransformerConfig, **arguments: Any) -> None:
-        super().__init__(*sizes, config=config, **arguments)
-        self.config = config
-        if self.weight is None:
-            return
+    def create_engine(self) -> None:
         self.use_engine(
             self.kind,
             "column",
@@ -157,9 +164,7 @@ class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
 class TERowParallelLinear(_Computed, RowParallelLinear):
     """`RowParallelLinear` by Transformer Engine."""
 
-    def __init__(self, *sizes: int, config: TransformerConfig, **arguments: Any) -> None:
-        super().__init__(*sizes, config=config, **arguments)
-        self.config = config
+    def create_engine(self) -> None:
         is_alone = self.tp_group.size() == 1
         self.use_engine(
             "Linear",
@@ -177,11 +182,6 @@ class TERowParallelLinear(_Computed, RowParallelLinear):
 
 class TELinear(_Computed, ReplicatedLinear):
     """`ReplicatedLinear` by Transformer Engine."""
-
-    def __init__(self, *sizes: int, config: TransformerConfig, **arguments: Any) -> None:
-        super().__init__(*sizes, config=config, **arguments)
-        self.config = config
-        self.use_engine("Linear", "", None, bias=self.bias is not None)
 
 
 # Linear layers of experts: --moe-grouped-gemm runs those of a rank as one grouped GEMM.

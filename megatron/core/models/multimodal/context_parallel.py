@@ -85,7 +85,7 @@ def split_over_ranks(
     """
     mine = held_positions(rows, groups.cp).transpose(0, 1).contiguous()
     if config.sequence_parallel and groups.tp.size() > 1:
-        mine = scatter_to_sequence_parallel_region(mine, group=groups.tp)
+        mine = scatter_to_sequence_parallel_region(mine, groups.tp)
     return mine
 
 

@@ -118,7 +118,7 @@ class ViTClassifier(VisionModule):
         num_padding = self.sequence_length - self.num_embeddings
         hidden = F.pad(hidden, (0, 0, 0, num_padding)).transpose(0, 1).contiguous()
         if self.is_sharded:
-            hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
+            hidden = scatter_to_sequence_parallel_region(hidden, self.tp_group)
         if self.config.fp32_residual_connection:
             hidden = hidden.float()
         if self.training and self.config.hidden_dropout > 0:

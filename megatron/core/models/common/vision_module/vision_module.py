@@ -69,7 +69,7 @@ class VisionModule(MegatronModule):
                     f"--sequence-parallel: {len(hidden)} embeddings of an image cannot be split "
                     f"over {self.tp_group.size()} ranks; build the encoder from a config without it"
                 )
-            hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
+            hidden = scatter_to_sequence_parallel_region(hidden, self.tp_group)
         hidden = self.decoder(hidden, attention_mask, **more)
         if self.is_sharded:
             hidden = gather_from_sequence_parallel_region(hidden, False, group=self.tp_group)
