@@ -61,7 +61,6 @@ from megatron.training.conversion.source import (
     layout_of,
     special_ids,
     vocab_size_of,
-    weights_of,
     with_changes,
     without_padding,
 )
@@ -146,7 +145,7 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
     if base_named_in(source.args) is not None:
         source = _merged(source, wanted, say)
     if wanted.is_release:
-        source = source.only(weights_of(source))
+        source = source.only(source.weights)
     if wanted.rename is not None:
         source = replace(source, tensors=_renamed(source.tensors, wanted.rename))
     if wanted.dtype is not None:
@@ -196,7 +195,7 @@ def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
 
 
 def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
-    weights = weights_of(source)
+    weights = source.weights
     run = run_config(source.args)
     kind = model_kind_of(run)
     came_with = config_beside(source)
@@ -242,7 +241,7 @@ def _with_base(source: Source, wanted: ConversionRequest) -> Source:
     base = read_source(ConversionRequest(source=Path(folder), target=wanted.target, format=HF))
     if source.args.get("reward_model"):
         base = replace(base, tensors=without_heads(base.tensors))
-    source = source.only({**weights_of(base), **weights_of(source)})
+    source = source.only({**base.weights, **source.weights})
     source = replace(source, beside=source.beside or base.beside)
     check_base(named, BaseModel(folder, _hash_of(base, wanted)), wanted.source)
     return source
@@ -250,8 +249,8 @@ def _with_base(source: Source, wanted: ConversionRequest) -> Source:
 
 def _hash_of(base: Source, wanted: ConversionRequest) -> str:
     """Return the hash of the frozen weights ``base``, as a run computes it."""
-    weights = weights_of(without_padding(base, wanted))
-    frozen = (t for name, t in weights.items() if not name.endswith(_ALWAYS_FP32))
+    weights = without_padding(base, wanted).weights.items()
+    frozen = (tensor for name, tensor in weights if not name.endswith(_ALWAYS_FP32))
     return f"{sum(int(hash_here(_record(tensor))) for tensor in frozen) % 2**64:016x}"
 
 
@@ -270,8 +269,7 @@ def _to_peft(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     family, shape = _family_of(source, wanted)
     name = config_beside(source).get("_name_or_path")
     with hf_folder.new_folder(wanted.target) as folder:
-        weights = weights_of(source)
-        if warning := peft.write_peft(folder, weights, source.args, shape, family, name):
+        if warning := peft.write_peft(folder, source.weights, source.args, shape, family, name):
             say(warning)
     say(f"wrote adapters of a {family.architecture} to {wanted.target}, in the form of PEFT")
     return wanted.target

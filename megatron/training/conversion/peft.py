@@ -42,7 +42,7 @@ from megatron.training.conversion.hf import SCORE
 from megatron.training.conversion.hf_folder import read_json, read_safetensors
 from megatron.training.conversion.lazy import as_lazy
 from megatron.training.conversion.shape import ModelShape
-from megatron.training.conversion.tensors import Rule, size_of, tensors_of
+from megatron.training.conversion.tensors import Rule, group_rows, size_of, tensors_of
 
 EMBEDDING = "embedding.word_embeddings"
 _OUTPUT = "output_layer"
@@ -131,8 +131,7 @@ def rows_of(layer: str, size: Sequence[int], shape: ModelShape) -> dict[str, int
     """Return the parts of a layer's weight of shape ``size``, with their rows in one group."""
     own = layer.rsplit(".", 1)[-1]
     if own == "linear_qkv":
-        heads = shape.num_attention_heads // shape.num_query_groups
-        return {"q": heads * shape.kv_channels, "k": shape.kv_channels, "v": shape.kv_channels}
+        return dict(zip("qkv", group_rows(shape), strict=True))
     if own == "linear_fc1" and shape.is_gated:
         return {"gate": size[0] // 2, "up": size[0] // 2}
     return {WHOLE: size[0]}
@@ -280,7 +279,7 @@ def write_peft(
         "modules_to_save": ["score"] if shape.is_reward else None,
         "base_model_name_or_path": base_name,
         "r": config.rank,
-        "lora_alpha": _plain(config.alpha),
+        "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
         "lora_dropout": 0.0,  # it is for training, and PEFT refuses it beside experts
         "use_rslora": config.use_rslora,
         "target_modules": sorted(modules),
@@ -297,10 +296,6 @@ def write_peft(
     lazy = as_lazy({name: tensor.contiguous() for name, tensor in sorted(tensors.items())})
     write_file(folder / WEIGHTS, list(lazy.values()), {"format": "pt"}, step=0)
     return warning
-
-
-def _plain(number: float) -> float:
-    return int(number) if number == int(number) else number
 
 
 def _short(module: str) -> str:

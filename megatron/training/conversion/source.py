@@ -96,6 +96,11 @@ class Source:
     rank_states: Mapping[int, JsonObject] = field(default_factory=dict)
     beside: Path | None = None  # folder with config.json, tokenizer and similar
 
+    @property
+    def weights(self) -> dict[str, LazyTensor]:
+        """Return the tensors without those of the optimizer."""
+        return {k: t for k, t in self.tensors.items() if not k.startswith(OPTIMIZER_PREFIX)}
+
     def only(self, tensors: Mapping[str, LazyTensor]) -> Source:
         """Return the source with these tensors and without training state."""
         return replace(self, tensors=tensors, common={}, rank_states={}, layout={})
@@ -137,10 +142,6 @@ _KINDS = {".mixer.": "mamba", ".cross_attention.": "t5", "encoder.layers.": "ber
 
 def kind_of(names: Collection[str]) -> str:
     return next((k for part, k in _KINDS.items() if any(part in name for name in names)), "gpt")
-
-
-def weights_of(source: Source) -> dict[str, LazyTensor]:
-    return {k: t for k, t in source.tensors.items() if not k.startswith(OPTIMIZER_PREFIX)}
 
 
 def run_config(args: Arguments, tp: int = 1, pp: int = 1, ep: int = 1) -> RunConfig:

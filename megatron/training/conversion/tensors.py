@@ -54,7 +54,7 @@ class Rule:
             return torch.cat([part[first::2] for first in range(2) for part in parts])
         if self.is_qkv:
             if len(parts) == 1:
-                parts = parts[0].split([shape.num_query_groups * n for n in _group_rows(shape)])
+                parts = parts[0].split([shape.num_query_groups * n for n in group_rows(shape)])
             groups = [part.unflatten(0, (shape.num_query_groups, -1)) for part in parts]
             return torch.cat(groups, 1).flatten(0, 1)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -66,7 +66,7 @@ class Rule:
             parts = [torch.stack(ours.chunk(2), 1).flatten(0, 1)]
         elif self.is_qkv:
             groups = ours.unflatten(0, (shape.num_query_groups, -1))
-            sizes = _group_rows(shape)[1:] if len(self.theirs) == 2 else _group_rows(shape)
+            sizes = group_rows(shape)[1:] if len(self.theirs) == 2 else group_rows(shape)
             parts = [part.flatten(0, 1) for part in groups.split(sizes, 1)]
             if len(self.theirs) == 1:
                 parts = [torch.cat(list(parts))]
@@ -318,7 +318,7 @@ def size_of(letters: Sequence[str], shape: ModelShape) -> tuple[int, ...]:
     return tuple(int(each) if each.isdecimal() else shape.dims[each] for each in plain)
 
 
-def _group_rows(shape: Heads) -> list[int]:
+def group_rows(shape: Heads) -> list[int]:
     """Return the rows of queries, of keys and of values in a query group."""
     heads = shape.num_attention_heads // shape.num_query_groups
     return [heads * shape.kv_channels, shape.kv_channels, shape.kv_channels]

@@ -46,7 +46,7 @@ def compare_logits(
     reason = optional.why_missing("transformers")
     if reason is not None:
         return f'the logits were not compared: {reason} (pip install "megatron-train[hf]")'
-    needed = sum(t.num_bytes // t.dtype.itemsize for t in tensors.values()) * _BYTES_PER_WEIGHT
+    needed = sum(math.prod(t.shape) for t in tensors.values()) * _BYTES_PER_WEIGHT
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > free:
         return (
