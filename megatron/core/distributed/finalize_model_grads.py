@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed.data_parallel_base import DataParallelBase
+from megatron.core.parallel.collectives import all_reduce_over
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, info_of, local_part
 
@@ -96,15 +97,10 @@ def sum_tied_gradients(model: Sequence[DataParallelBase], groups: ProcessGroupCo
             first.add_(other)
         for other in others:
             other.copy_(first)
-        group = getattr(groups, name)
-        if not others and group.size() > 1:
-            dist.all_reduce(first, group=group)
+        if not others:
+            all_reduce_over(first, getattr(groups, name))
 
 
 def total_tokens(num_tokens: Tensor, groups: ProcessGroupCollection) -> Tensor:
     """Return the number of tokens of the global batch.  Collective over pp and dp_cp."""
-    total = num_tokens.detach().clone()
-    for group in (groups.pp, groups.dp_cp):
-        if group.size() > 1:
-            dist.all_reduce(total, group=group)
-    return total
+    return all_reduce_over(num_tokens.detach().clone(), groups.pp, groups.dp_cp)

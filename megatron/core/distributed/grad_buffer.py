@@ -39,7 +39,11 @@ from megatron.core.device import cpu_kernels
 from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.distributed.buffer_plan import BufferLayout
 from megatron.core.distributed.non_finite import GradientCheck
-from megatron.core.parallel.collectives import all_gather_single, reduce_scatter_single
+from megatron.core.parallel.collectives import (
+    all_gather_single,
+    all_reduce_over,
+    reduce_scatter_single,
+)
 from megatron.core.params.param_info import local_part
 
 # Elements per chunk when a 16-bit gradient is added to an fp32 sum on the CPU.  torch's addition of
@@ -202,8 +206,8 @@ class GradBucket:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if reduction.outer is not None and reduction.outer.size() > 1:
-            dist.all_reduce(self._share, op=reduction.op, group=reduction.outer)
+        if reduction.outer is not None:
+            all_reduce_over(self._share, reduction.outer, op=reduction.op)
         if reduction.in_fixed_order and not reduction.is_sharded and group.size() > 1:
             all_gather_single(self.data, self._share, group=group)
 

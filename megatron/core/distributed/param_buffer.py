@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.buffer_plan import BufferLayout
 from megatron.core.low_precision import E4M3, Scaled, codes_of, largest, power_of_two
-from megatron.core.parallel.collectives import all_gather_single
+from megatron.core.parallel.collectives import all_gather_single, all_reduce_over
 from megatron.core.params.param_info import info_of
 
 
@@ -117,9 +117,7 @@ class CodesBucket(ParamBucket):
         amax = torch.stack([largest(part) for part in parts])
         # Several ranks hold parts of a weight: shares over the bucket's group, tensor-parallel
         # shards over the weight group.  All of them must use the same scale.
-        for group in (self.group, self.weight_group):
-            if group.size() > 1:
-                dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+        all_reduce_over(amax, self.group, self.weight_group, op=dist.ReduceOp.MAX)
         self._scales = list(power_of_two(amax, E4M3.largest).unbind())
         codes = torch.zeros(share, dtype=E4M3.dtype, device=self.data.device)
         for part, (a, b), scale in zip(parts, mine, self._scales, strict=True):

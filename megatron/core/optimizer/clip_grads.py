@@ -16,13 +16,13 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.device import cpu_kernels
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.optimizer.param_groups import trainable_parameters
+from megatron.core.parallel.collectives import all_reduce_over
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, info_of, local_part
 
@@ -172,7 +172,4 @@ def _sum_over_model(pair: Tensor, groups: ProcessGroupCollection, is_sharded: bo
         parts = [(pair, groups.intra_dist_opt if is_sharded else groups.mp)]
     else:
         parts = [(pair[:1].clone(), groups.mp), (pair[1:].clone(), groups.tp_ep_pp)]
-    for part, group in parts:
-        if group.size() > 1:
-            dist.all_reduce(part, group=group)
-    return torch.cat([part for part, _ in parts]).sum()
+    return torch.cat([all_reduce_over(part, group) for part, group in parts]).sum()

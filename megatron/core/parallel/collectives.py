@@ -85,6 +85,14 @@ def _begun(work: dist.Work, async_op: bool) -> dist.Work:
     return work
 
 
+def all_reduce_over(tensor: Tensor, *groups: ProcessGroup, op: _Operation = _SUM) -> Tensor:
+    """Reduce ``tensor`` in place over each of ``groups``, one after the other; return it."""
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(tensor, op, group=group)
+    return tensor
+
+
 def wait_for_ranks(group: ProcessGroup | None = None) -> None:
     """Wait for all ranks of ``group``, by default all ranks.  Collective.
 

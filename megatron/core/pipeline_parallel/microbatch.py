@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics.timers import Timers, timed
+from megatron.core.parallel.collectives import all_reduce_over
 from megatron.core.pipeline_parallel.plan import PassKind
 
 
@@ -89,10 +89,7 @@ class LossRule:
             return loss
         cp_size = self.cp_group.size()
         if num_tokens is not None:
-            total = num_tokens.detach()
-            if cp_size > 1:
-                total = total.clone()
-                dist.all_reduce(total, group=self.cp_group)
+            total = all_reduce_over(num_tokens.detach().clone(), self.cp_group)
             loss = loss / total.clamp(min=1)
         # Gradients are averaged over dp and cp: the factor keeps the sum over cp.
         return loss * (cp_size / self.num_microbatches)

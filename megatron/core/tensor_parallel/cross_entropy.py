@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
+from megatron.core.parallel.collectives import all_reduce_over
 from megatron.core.tensor_parallel.layers import check_token_ids
 
 
@@ -54,8 +55,7 @@ class _VocabParallelCrossEntropy(Function[Tensor]):
             highest = true_logits.amax(-1)
         else:  # this rank holds padding only
             highest = true_logits.new_full(target.shape, -torch.inf)
-        if group.size() > 1:
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        all_reduce_over(highest, group, op=dist.ReduceOp.MAX)
         shifted = true_logits - highest.unsqueeze(-1)
         at_target = torch.zeros_like(highest)
         if columns:
@@ -63,9 +63,7 @@ class _VocabParallelCrossEntropy(Function[Tensor]):
         terms = [shifted.exp().sum(-1), at_target]
         if label_smoothing:
             terms.append(shifted.sum(-1))
-        sums = torch.stack(terms)
-        if group.size() > 1:
-            dist.all_reduce(sums, group=group)
+        sums = all_reduce_over(torch.stack(terms), group)
         log_sum = sums[0].log()
         loss = log_sum - sums[1]
         if label_smoothing:

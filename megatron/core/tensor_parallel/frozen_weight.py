@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.fusions.quantize import quantize
 from megatron.core.fusions.small_linear import quantize_weight
 from megatron.core.low_precision import E2M1, E4M3, Scaled, largest, power_of_two
+from megatron.core.parallel.collectives import all_reduce_over
 from megatron.core.tensor_parallel.linear import Gemms, LinearCall, linear_of
 
 StoredFormat = Literal["fp8", "int8", "nvfp4"]
@@ -65,8 +66,8 @@ def stored(weight: Tensor, format: StoredFormat, group: ProcessGroup | None) -> 
     if weight.shape[1] % _FP4_BLOCK[1]:
         raise ValueError(f"{weight.shape[1]} columns are no multiple of {_FP4_BLOCK[1]}")
     top = largest(weight)
-    if group is not None and group.size() > 1:
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    if group is not None:
+        all_reduce_over(top, group, op=dist.ReduceOp.MAX)
     scaled = quantize(weight.float(), E2M1, _FP4_BLOCK, top=top)
     factor = power_of_two(top, E2M1.largest * E4M3.largest)
     values = scaled.codes.float()

@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.quantize import product, quantize, quantize_and_look
 from megatron.core.low_precision import E2M1, FloatFormat, Scaled, largest, rotated
+from megatron.core.parallel.collectives import all_reduce_over
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, set_info
 from megatron.core.tensor_parallel.linear import Gemms, LinearCall, Params, linear_of
@@ -283,9 +284,7 @@ class LinearQuantizer(AmaxHistory, Gemms):
 
 def agreed_amax(amax: Tensor, group: ProcessGroup) -> Tensor:
     """Return the largest ``amax`` of the ranks, in place.  Collective over ``group``."""
-    if group.size() > 1:
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-    return amax
+    return all_reduce_over(amax, group, op=dist.ReduceOp.MAX)
 
 
 def quantizers_of(models: Sequence[nn.Module]) -> list[LinearQuantizer]:
@@ -312,9 +311,7 @@ def update_amax_histories(models: Sequence[nn.Module], groups: ProcessGroupColle
         if not chosen:
             continue
         amaxes = torch.stack([layer.amax for layer in chosen])
-        for group in over:
-            if group.size() > 1:
-                dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+        all_reduce_over(amaxes, *over, op=dist.ReduceOp.MAX)
         for layer, amax in zip(chosen, amaxes, strict=True):
             history = layer.amax_history
             newest = torch.where(amax.isfinite() & (amax > 0), amax, history[:, 0])
