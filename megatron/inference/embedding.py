@@ -25,7 +25,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.models.bert.pooler import mean_of_text
 from megatron.core.optional import require
 from megatron.inference.generation import (
-    DeviceKind,
     generation_config,
     load_model,
     longest_sequence,
@@ -52,9 +51,7 @@ class Embedder:
     width: int
 
 
-def megatron_embedder(
-    load: str, *, step: int | None = None, device_kind: DeviceKind = "auto"
-) -> Embedder:
+def megatron_embedder(load: str, *, step: int | None = None, device_kind: str = "auto") -> Embedder:
     """Load the BERT checkpoint in ``load``, saved with any layout.  Collective over all ranks.
 
     Raises CheckpointError if there is no checkpoint, ConfigError if it is not a BERT model.
@@ -90,7 +87,7 @@ def megatron_embedder(
     )
 
 
-def huggingface_embedder(folder: str, *, device_kind: DeviceKind = "auto") -> Embedder:
+def huggingface_embedder(folder: str, *, device_kind: str = "auto") -> Embedder:
     """Load the Hugging Face model in a local folder, in this process only."""
     transformers = require("transformers", "--bert-embedder-type huggingface")
     path = Path(folder)
@@ -121,12 +118,16 @@ def huggingface_embedder(folder: str, *, device_kind: DeviceKind = "auto") -> Em
     )
 
 
+@dataclass
 class Corpus:
     """Texts as ids: of files of documents, or the documents of an indexed dataset."""
 
-    def __init__(self, path: str, record_format: RecordFormat, embedder: Embedder) -> None:
-        self._path, self._format, self._embedder = path, record_format, embedder
-        self._indexed = IndexedDataset(path) if IndexedDataset.exists(path) else None
+    path: str
+    record_format: RecordFormat
+    embedder: Embedder
+
+    def __post_init__(self) -> None:
+        self._indexed = IndexedDataset(self.path) if IndexedDataset.exists(self.path) else None
 
     def __len__(self) -> int:
         if self._indexed is not None:
@@ -135,10 +136,10 @@ class Corpus:
 
     def rows(self, first: int) -> Iterator[list[int]]:
         """Yield the ids of each text from index ``first`` on, truncated to the model's maximum."""
-        room = self._embedder.longest - 2
+        room = self.embedder.longest - 2
         if self._indexed is None:
             for text in islice(self._texts(), first, None):
-                yield self._embedder.tokenize(text)[:room]
+                yield self.embedder.tokenize(text)[:room]
             return
         for number in range(first, len(self)):
             begin, end = self._indexed.document_indices[number : number + 2].tolist()
@@ -146,8 +147,8 @@ class Corpus:
             yield [token for part in sentences for token in part.tolist()][:room]
 
     def _texts(self) -> Iterator[str]:
-        for _, found in read_documents(self._path, self._format):
-            for text in found[self._format.json_keys[0]]:
+        for _, found in read_documents(self.path, self.record_format):
+            for text in found[self.record_format.json_keys[0]]:
                 yield text if isinstance(text, str) else " ".join(text)
 
 
@@ -160,16 +161,18 @@ def write_vectors(
     rows are final.  A rerun with the same ``origin`` continues from them.  Returns the number of
     rows that an earlier run had written.
     """
-    count, part, done = len(corpus), f"{output}.part", f"{output}.done"
-    if count == 0:
+    shape = (len(corpus), embedder.width)
+    if not shape[0]:
         raise DataError("there is no text to embed: look at --input and --json-keys")
-    first = _rows_done(part, done, origin, (count, embedder.width))
+    part = f"{output}.part"
+    done = f"{output}.done"
+    first = _rows_done(part, done, origin, shape)
     table = None
     if is_rank0():
         mode: Literal["r+", "w+"] = "r+" if first else "w+"
-        shape = (count, embedder.width)
         table = np.lib.format.open_memmap(part, mode=mode, dtype=np.float32, shape=shape)
-    at, rows = first, corpus.rows(first)
+    at = first
+    rows = corpus.rows(first)
     while batch := list(islice(rows, batch_size)):
         found = embed(batch, embedder)
         if table is not None:

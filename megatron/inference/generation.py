@@ -20,7 +20,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Literal, TypeAlias
 
 from torch import nn
 
@@ -100,9 +99,6 @@ _MTP_LAYERS = ("mtp.",)  # prefix of the names of their tensors
 _PATIENCE_S = 30.0  # without progress in a step, then all ranks report their collectives
 
 
-DeviceKind: TypeAlias = Literal["auto", "cpu", "cuda"]
-
-
 ONE_REPLICA = GenerationLayout()
 DEFAULT_OPTIONS = EngineOptions()
 NO_FLAGS: Mapping[str, object] = MappingProxyType({})
@@ -133,7 +129,7 @@ def open_writer(
     load: str,
     *,
     step: int | None = None,
-    device_kind: DeviceKind = "auto",
+    device_kind: str = "auto",
     layout: GenerationLayout = ONE_REPLICA,
     options: EngineOptions = DEFAULT_OPTIONS,
     flags: Mapping[str, object] = NO_FLAGS,

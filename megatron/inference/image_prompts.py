@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -53,28 +53,22 @@ class ImageInput:
         return PromptImage(pixels, num_rows, size)
 
 
-class FileReader(Protocol):
-    """Reads image files, as `ImageProcessor` does."""
-
-    def read(self, data: bytes, name: str) -> tuple[np.ndarray, tuple[int, int]]:
-        """Return pixels of an image file, and its width and height.  Raises DataError."""
-
-
 class ImagePrompts:
     """Turns text and images into prompts for a model that reads images.
 
-    ``file_reader`` reads image files, by default in this process.
+    ``read_file`` returns the pixels of an image file, and its width and height, by default in this
+    process.  Raises DataError.
     """
 
     def __init__(
         self,
         images: ImageInput,
         tokenizer: MegatronTokenizer,
-        file_reader: FileReader | None = None,
+        read_file: Callable[[bytes, str], tuple[np.ndarray, tuple[int, int]]] | None = None,
     ) -> None:
         self.input = images
         self._processor = ImageProcessor(images.settings)
-        self._file_reader = file_reader or self._processor
+        self._read_file = read_file or self._processor.read
         self._tokenizer = tokenizer
 
     def prompt(
@@ -180,7 +174,7 @@ class ImagePrompts:
                 name = str(image)
                 image = Path(image).read_bytes()
             if isinstance(image, bytes):
-                pixels, size = self._file_reader.read(image, name)
+                pixels, size = self._read_file(image, name)
             else:
                 pixels = self._processor.process(image, name)
                 size = image.size

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.inference.paged_engine.options import EngineOptions
@@ -18,7 +18,7 @@ from megatron.core.inference.paged_engine.request import Request, TokenOutput
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.optional import require
 from megatron.inference.engine_flags import GenerationLayout
-from megatron.inference.generation import DeviceKind, Writer, open_writer
+from megatron.inference.generation import Writer, open_writer
 from megatron.inference.text import SampleText, TextRules
 
 Tokens: TypeAlias = list[int]
@@ -68,7 +68,7 @@ def _open(model_args: dict[str, Any]) -> Writer:
     return open_writer(
         str(model_args["load"]),
         step=numbers.get("ckpt_step"),
-        device_kind=cast(DeviceKind, str(model_args.get("device") or "auto").partition(":")[0]),
+        device_kind=str(model_args.get("device") or "auto").partition(":")[0],
         layout=GenerationLayout(**sizes),
         options=EngineOptions(
             max_requests=numbers.get("max_requests", 64),

@@ -43,7 +43,7 @@ class Model:
             return cls(info, tokenizer)
         images = ImageInput.from_json(info.images)
         processor = LimitedImageProcessor(images.settings)
-        return cls(info, tokenizer, ImagePrompts(images, tokenizer, processor))
+        return cls(info, tokenizer, ImagePrompts(images, tokenizer, processor.read))
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ``ids``; ids of the vocabulary's padding have none."""

@@ -43,7 +43,7 @@ _ONE_TOKEN: Integers = np.zeros(1, dtype=np.int64)  # its id is on the device
 
 
 class DraftModel:
-    """Drafts at most ``num_tokens`` tokens of each segment with ``num_layers`` MTP layers.
+    """Drafts the tokens that segments want with ``num_layers`` MTP layers.
 
     ``module``: the last stage.  ``sampler``: on the rank that samples.  The draft of a token is the
     sample that the token gets if the MTP layer gives the logits: with the same noise.
@@ -87,11 +87,35 @@ class DraftModel:
         drafts = torch.full(shape, NO_TOKEN, device=where)
         ids = upload(ahead, where)
         ends = upload(last_rows, where)
+
+        def want(number: int) -> list[int]:
+            """Return the segments that want draft ``number`` and have an entry for its row."""
+            behind = positions + number - self._num_layers
+            return [
+                i
+                for i, s in enumerate(plan.segments)
+                if s.num_drafts >= number and behind[i] < len(s.pages) * self._cache.page_size
+            ]
+
+        def sample(hidden: Tensor, number: int, wanting: list[int]) -> None:
+            """Set draft ``number`` of the segments ``wanting`` from the hidden states of all."""
+            if not wanting:
+                return
+            at = upload(wanting, where)
+            logits = self._logits(hidden.index_select(0, at), gather=True)[0]
+            found = torch.empty_like(at)
+            if self._sampler is not None:
+                behind = positions + number
+                sampled = [(plan.segments[i].slot, int(behind[i])) for i in wanting]
+                rows = [Segment(*s, _ONE_TOKEN, NO_INTEGERS, SAMPLE_ONLY) for s in sampled]
+                found = self._sampler.draft(logits, StepPlan(rows))
+            drafts[at, number - 1] = self._shared(found)
+
         for number in range(1, self._num_layers + 1):
             hidden = self._predict(hidden, ids, number - 1, view.at_depth(number))
             last = hidden.index_select(0, ends)
-            wanting = self._wanting(plan, positions, number)
-            self._sample(last, drafts, plan, positions, wanting, number)
+            wanting = want(number)
+            sample(last, number, wanting)
             ids = ids.roll(-1)
             known = [next(iter(s.ahead[number:]), 0) for s in plan.segments]
             ids.index_copy_(0, ends, upload(known, where))
@@ -101,7 +125,7 @@ class DraftModel:
         for number in range(
             self._num_layers + 1, (self._num_tokens if self._in_lockstep else most) + 1
         ):
-            wanting = self._wanting(plan, positions, number)
+            wanting = want(number)
             if not wanting and not self._in_lockstep:
                 break
             at = upload(wanting or [0], where)
@@ -123,46 +147,8 @@ class DraftModel:
                 rows.at_depth(self._num_layers),
             )
             last.index_copy_(0, at, hidden)
-            self._sample(last, drafts, plan, positions, wanting, number)
+            sample(last, number, wanting)
         return drafts.cpu().numpy()
-
-    def _wanting(self, plan: StepPlan, positions: Integers, number: int) -> list[int]:
-        """Return the segments that want draft ``number`` and have an entry for its row."""
-        behind = positions + number - self._num_layers
-        return [
-            i
-            for i, s in enumerate(plan.segments)
-            if s.num_drafts >= number and behind[i] < len(s.pages) * self._cache.page_size
-        ]
-
-    def _sample(
-        self,
-        hidden: Tensor,
-        drafts: Tensor,
-        plan: StepPlan,
-        positions: Integers,
-        wanting: list[int],
-        number: int,
-    ) -> None:
-        """Set draft ``number`` (from 1) of the segments ``wanting`` from ``hidden`` [S, 1, h]."""
-        if not wanting:
-            return
-        at = upload(wanting, hidden.device)
-        logits = self._logits(hidden.index_select(0, at), gather=True)[0]
-        found = torch.empty_like(at)
-        if self._sampler is not None:
-            segments = [
-                Segment(
-                    plan.segments[i].slot,
-                    int(positions[i]) + number,
-                    _ONE_TOKEN,
-                    NO_INTEGERS,
-                    SAMPLE_ONLY,
-                )
-                for i in wanting
-            ]
-            found = self._sampler.draft(logits, StepPlan(segments))
-        drafts[at, number - 1] = self._shared(found)
 
     def _shared(self, tokens: Tensor) -> Tensor:
         """Return the tokens of the rank that samples on all ranks of tp."""

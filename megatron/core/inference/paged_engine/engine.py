@@ -93,7 +93,7 @@ class Engine:
         longest = min(
             options.max_sequence_length or model.max_sequence_length, model.max_sequence_length
         )
-        self._num_draft_layers = options.num_draft_layers(model.config.mtp_num_layers or 0)
+        num_draft_layers = options.num_draft_layers(model.config.mtp_num_layers or 0)
         self._page_size = 256 if device.is_cuda(model.device) else 16
         if options.page_size is not None:  # more than the longest sequence is never used
             most = -(-longest // self._page_size) * self._page_size
@@ -120,12 +120,12 @@ class Engine:
             has_prefix_cache=options.has_prefix_cache,
             has_recurrent_layers=has_recurrent_layers,
             num_draft_tokens=options.num_draft_tokens,
-            num_draft_layers=self._num_draft_layers,
+            num_draft_layers=num_draft_layers,
             num_reserved_pages=int(num_pages * options.guaranteed_fraction),
         )
         longest_short = model.config.longrope_original_max_position_embeddings
         self._pools = [
-            PagePool(num_pages, self._page_size, self._num_draft_layers, longest_short)
+            PagePool(num_pages, self._page_size, num_draft_layers, longest_short)
             for _ in range(num_replicas)
         ]
         in_lane = slots // self._num_lanes
@@ -364,14 +364,7 @@ class Engine:
     def _new_runner(self, num_pages: int, slots: int) -> ModelRunner:
         dtype = cache_dtype(self.options, self.model)
         cache = PagedCache(num_pages, self._page_size, slots, dtype)
-        return ModelRunner(
-            self.model,
-            cache,
-            row_invariant=self.options.batch_invariant,
-            num_draft_layers=self._num_draft_layers,
-            num_draft_tokens=self.options.num_draft_tokens,
-            num_graphs=0 if self.options.batch_invariant else self.options.num_cuda_graphs,
-        )
+        return ModelRunner(self.model, cache, self.options)
 
     def _num_fitting_pages(self, probe: ModelRunner) -> int:
         """Return how many pages fit into every rank's buffer.

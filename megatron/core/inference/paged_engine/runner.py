@@ -8,7 +8,7 @@ replica executes the same plans in the same order.  A stage receives the hidden 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.inference.paged_engine.cache import BatchView, PagedCache, SlotPositions
 from megatron.core.inference.paged_engine.decode_graphs import DecodeGraphs
 from megatron.core.inference.paged_engine.draft_model import DraftModel
+from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.request import (
     FIRST_ID,
     PLACE_BITS,
@@ -97,37 +98,27 @@ class GenerationModel:
 class ModelRunner:
     """Executes plans with a model, a cache and a sampler of ``cache.max_requests`` slots.
 
-    ``num_draft_layers`` MTP layers draft at most ``num_draft_tokens`` tokens after each step.
-    ``num_graphs``: numbers of requests for which decoding is captured as a graph, see
-    `DecodeGraphs`; not for models that draft, have stages, experts or an encoder.
+    Decoding is captured as graphs, see `DecodeGraphs`; not for models that draft, have stages,
+    experts or an encoder, and not with batch invariance.
     """
 
-    def __init__(
-        self,
-        model: GenerationModel,
-        cache: PagedCache,
-        *,
-        row_invariant: bool = False,
-        num_draft_layers: int = 0,
-        num_draft_tokens: int = 0,
-        num_graphs: int = 0,
-    ) -> None:
+    def __init__(self, model: GenerationModel, cache: PagedCache, options: EngineOptions) -> None:
         self.model = model
         self.cache = cache
-        self._row_invariant = row_invariant
+        self._row_invariant = options.batch_invariant
         slots = cache.max_requests + 1
         self._slots = SlotPositions(slots, has_grid=model.has_grid)
         self._sampler: Sampler | None = None
         if model.samples:
             self._sampler = Sampler(slots, model.vocab_size, model.device, eod=model.eod)
         self._draft_model: DraftModel | None = None
-        if num_draft_layers and model.is_last_stage:
-            numbers = num_draft_layers, num_draft_tokens
-            self._draft_model = DraftModel(
-                model.module, model.groups, cache, self._sampler, *numbers
-            )
+        num_layers = options.num_draft_layers(model.config.mtp_num_layers or 0)
+        if num_layers and model.is_last_stage:
+            sizes = num_layers, options.num_draft_tokens
+            self._draft_model = DraftModel(model.module, model.groups, cache, self._sampler, *sizes)
         self._graphs: DecodeGraphs | None = None
-        if num_graphs and not num_draft_layers and _runs_alone(model):
+        num_graphs = 0 if options.batch_invariant else options.num_cuda_graphs
+        if num_graphs and not num_layers and _runs_alone(model):
             self._graphs = DecodeGraphs(model.module, cache, num_graphs, self._decode)
         self._images: ImageStore | None = None
         if model.encode_images is not None:
@@ -155,8 +146,10 @@ class ModelRunner:
             return None
         view = None
         out = None
-        # Whether a segment ends with a row of an image: of a decode step, whether one is.
-        has_images = any(s.tokens[-1] >= FIRST_ID for s in plan.segments)
+        # Of a decode step, whether a row is of an image.
+        has_images = self._images is not None and any(
+            s.tokens[-1] >= FIRST_ID for s in plan.segments
+        )
         if self._graphs is not None and not has_images:
             out = self._graphs.run(plan, self._slots)
         if out is None:
@@ -177,7 +170,7 @@ class ModelRunner:
             sampled = None if result is None else result.tokens
             assert view is not None, "a model that drafts has no graphs"
             drafts = self._draft_model.draft(plan, view, sampled, self._slots)
-            result = None if result is None else replace(result, drafts=drafts)
+            result = None if result is None else result._replace(drafts=drafts)
         return result
 
     def release(self) -> None:

@@ -163,8 +163,7 @@ def array_to_text(array: Integers) -> str:
     return array.tobytes().decode()
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """Output rows of a step, in the order of the plan: r rows, n likely tokens each.
 
     ``tokens`` [r]: the sampled token, or the row's target, or `NO_TOKEN`: the request cannot go
@@ -174,11 +173,11 @@ class StepOutput:
     after the sampled token of a segment; `NO_TOKEN` after its last draft.
     """
 
-    tokens: Integers = field(default_factory=lambda: NO_INTEGERS)
-    log_probs: Floats = field(default_factory=lambda: np.empty(0, np.float32))
-    top_tokens: Integers = field(default_factory=lambda: np.empty((0, 0), np.int64))
-    top_log_probs: Floats = field(default_factory=lambda: np.empty((0, 0), np.float32))
-    drafts: Integers = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    tokens: Integers = NO_INTEGERS
+    log_probs: Floats = NO_INTEGERS.astype(np.float32)
+    top_tokens: Integers = NO_INTEGERS.reshape(0, 0)
+    top_log_probs: Floats = NO_INTEGERS.reshape(0, 0).astype(np.float32)
+    drafts: Integers = NO_INTEGERS.reshape(0, 0)
 
     def to_array(self) -> Integers:
         """Return the output as one array; log-probabilities as the bits of float64."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -104,8 +104,7 @@ def _first_of_largest(values: Tensor, count: int) -> Tensor:
     return values.size(1) - 1 - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """Scale and shift logits [r, ...] to the sampled distribution: all tensors are [r].
 
     The largest becomes 0, so that a small temperature cannot overflow to infinity.  Logits below
@@ -123,7 +122,7 @@ class Scale:
 
     def take(self, index: Tensor) -> Scale:
         """Return the rows of ``index``."""
-        return Scale(self.highest[index], self.temperature[index], self.least[index])
+        return Scale(*(values[index] for values in self))
 
 
 def scale_of(

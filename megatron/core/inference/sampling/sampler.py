@@ -301,8 +301,7 @@ class SlotRows:
         self._free: list[int] = []
 
     def put(self, slot: int, values: npt.NDArray[Any]) -> None:
-        """Give ``slot`` a row that begins with ``values``; the rest is 0."""
-        self.free(slot)
+        """Give ``slot``, which has none, a row that begins with ``values``; the rest is 0."""
         self.widen(len(values))
         if not self._free:
             size = len(self.data)

@@ -255,7 +255,20 @@ class DynamicInferenceEngine(AbstractEngine):
             tokens = self.controller.tokenize_prompt(prompt)
         else:
             tokens = [int(token) for token in torch.as_tensor(prompt).tolist()]
-        self._check(request_id, tokens, num_tokens_to_generate or 1)
+        count = num_tokens_to_generate or 1
+        longest = min(self.context.max_sequence_length, self._engine.model.max_sequence_length)
+        if len(tokens) + count > longest:
+            raise MaxSequenceLengthOverflowError(
+                f"request {request_id} has {len(tokens)} tokens and asks for {count}: the "
+                f"context holds {longest}; shorten it or raise max_sequence_length"
+            )
+        params = SamplingParams(num_tokens_to_generate=count)
+        try:
+            self._engine.check(Request(str(request_id), tokens, params))
+        except RequestError as error:
+            if not tokens:
+                raise
+            raise ChunkOverflowError(f"request {request_id}: {error}") from error
         self.requests[request_id] = DynamicInferenceRequest(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
@@ -339,21 +352,6 @@ class DynamicInferenceEngine(AbstractEngine):
                 await self.async_step(sampling_params, verbose=verbose)
             self._arrival.clear()
             await self._arrival.wait()
-
-    def _check(self, request_id: int, tokens: list[int], count: int) -> None:
-        longest = min(self.context.max_sequence_length, self._engine.model.max_sequence_length)
-        if len(tokens) + count > longest:
-            raise MaxSequenceLengthOverflowError(
-                f"request {request_id} has {len(tokens)} tokens and asks for {count}: the "
-                f"context holds {longest}; shorten it or raise max_sequence_length"
-            )
-        params = SamplingParams(num_tokens_to_generate=count)
-        try:
-            self._engine.check(Request(str(request_id), tokens, params))
-        except RequestError as error:
-            if not tokens:
-                raise
-            raise ChunkOverflowError(f"request {request_id}: {error}") from error
 
     def _finish(
         self, request_id: int, error: RequestError | None = None

@@ -224,11 +224,8 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
     ) -> dict[str, Any]:
         """Return the tokens of positions start to end - 1."""
         window = slice(context_start_position, context_end_position)
-        return {
-            "tokens": inference_input["tokens"][:, window],
-            "position_ids": inference_input["position_ids"][:, window],
-            "attention_mask": inference_input["attention_mask"],
-        }
+        windows = {name: inference_input[name][:, window] for name in ("tokens", "position_ids")}
+        return inference_input | windows
 
 
 class T5InferenceWrapper(AbstractModelInferenceWrapper):
