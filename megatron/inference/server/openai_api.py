@@ -97,9 +97,11 @@ class _OpenAIRequest:
         made = self.generation.num_samples
         if made == self.num_returned:
             return samples
-        groups = [samples[at : at + made] for at in range(0, len(samples), made)]
-        ordered = [sorted(group, key=lambda s: -s.mean_log_prob) for group in groups]
-        return [sample for group in ordered for sample in group[: self.num_returned]]
+        best = []
+        for at in range(0, len(samples), made):
+            ordered = sorted(samples[at : at + made], key=lambda sample: -sample.mean_log_prob)
+            best += ordered[: self.num_returned]
+        return best
 
     def usage(self, samples: list[Sample]) -> dict[str, object]:
         """Return OpenAI's ``usage``: a prompt counts once for all its samples."""

@@ -103,8 +103,7 @@ class DistillationModel(MegatronModule):
     ) -> tuple[list[Shape], list[Shape]]:
         """Add the width of the teacher's hidden states to the shapes that stages send."""
         more = self.frozen[0].config.hidden_size
-        both = ([(s, b, h + more) for s, b, h in shapes] for shapes in (received, sent))
-        return next(both), next(both)
+        return [(s, b, h + more) for s, b, h in received], [(s, b, h + more) for s, b, h in sent]
 
     def forward(self, *inputs: object, **kwargs: object) -> Tensor:
         """Run both models; return the losses [n, b, s], or both hidden states on other stages.

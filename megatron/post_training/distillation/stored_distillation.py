@@ -24,9 +24,10 @@ from torch.utils.data import Dataset
 
 from megatron.core.config.errors import DataError
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.parallel.collectives import all_gather_single, all_or_none, broadcast_json
+from megatron.core.parallel.collectives import all_or_none, broadcast_json
 from megatron.core.parallel.context_parallel_partition import order_of_gathered, row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.post_training.distillation.logits_store import (
@@ -295,9 +296,7 @@ def _gather_rows(x: Tensor, cp_group: ProcessGroup, lengths: tuple[int, ...] | N
     size = cp_group.size()
     if size == 1:
         return x
-    mine = x.transpose(0, 1).contiguous()
-    every = mine.new_empty((len(mine) * size, *mine.shape[1:]))
-    all_gather_single(every, mine, group=cp_group)
+    every = all_gather_first_dim(x.transpose(0, 1), cp_group)
     lengths = row_lengths(lengths, len(every))
     order, _ = order_of_gathered(lengths, tuple(range(size)), size, x.device)
     return every[order].transpose(0, 1)
