@@ -74,7 +74,7 @@ def _compile_where(rank: int, world_size: int, is_kept: bool) -> tuple[str, bool
     del rank, world_size
     model = _gpt()
     with (
-        mock.patch.object(compiled, "_keeps_gradients", return_value=is_kept),
+        mock.patch.object(compiled, "_KEEPS_GRADIENTS", is_kept),
         mock.patch.object(compiled, "warn_once") as warn,
     ):
         compiled.compile_layers(model, "layer")

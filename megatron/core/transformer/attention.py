@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ from megatron.core.transformer.attention_masks import window_of_layer
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import MegatronModule, WithBias, before_reading
 from megatron.core.transformer.norms import Norm, l2_norm, leaves_bias_to_sum
-from megatron.core.transformer.spec_utils import Slot, build_module
+from megatron.core.transformer.spec_utils import Slot, build_module, build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import (
     deprecate_inference_params as deprecate_inference_params,
@@ -58,9 +58,6 @@ class SelfAttentionSubmodules:
     k_layernorm: Slot | None = None
 
 
-Submodules = TypeVar("Submodules", bound=Any)
-
-
 def layer_has_rope(config: TransformerConfig, layer_index: int) -> bool:
     """Return whether layer ``layer_index`` (from 0) applies the rotary embedding."""
     skip = config.no_rope_freq
@@ -69,7 +66,7 @@ def layer_has_rope(config: TransformerConfig, layer_index: int) -> bool:
     return not skip or (layer_index + 1) % skip != 0
 
 
-class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
+class AttentionBase(MegatronModule, ABC):
     """Base class of attention: core and output projection, with heads sharded over tp.
 
     Collective over tp (projections) and over cp (core), also in backward.
@@ -81,7 +78,7 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: Submodules,
+        submodules: Any,
         layer_number: int,
         attn_mask_type: AttnMaskType | None = None,
         *,
@@ -143,7 +140,7 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
         return None
 
     @abstractmethod
-    def build_projections(self, submodules: Submodules) -> None:
+    def build_projections(self, submodules: Any) -> None:
         """Build the linear layers that compute queries, keys and values."""
 
     def projection(
@@ -191,7 +188,7 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
         return self.project_back(checkpoint(core, False, *inputs) if recomputes else core(*inputs))
 
 
-class SelfAttentionBase(AttentionBase[Submodules]):
+class SelfAttentionBase(AttentionBase):
     """Base class of self attention."""
 
     @abstractmethod
@@ -231,7 +228,7 @@ class SelfAttentionBase(AttentionBase[Submodules]):
         return self.attend(query, key, value, attention_mask, attention_bias, packed_seq_params)
 
 
-class CrossAttention(AttentionBase[CrossAttentionSubmodules]):
+class CrossAttention(AttentionBase):
     """Cross attention: queries of one sequence, keys and values of another; heads sharded over tp.
 
     Rows of the KV projection are interleaved by query group: its key, its value, the next group.
@@ -291,7 +288,7 @@ class CrossAttention(AttentionBase[CrossAttentionSubmodules]):
         return key, value
 
 
-class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
+class SelfAttention(SelfAttentionBase):
     """Self attention with heads sharded over the tensor-parallel group."""
 
     def build_projections(self, submodules: SelfAttentionSubmodules) -> None:
@@ -326,11 +323,10 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
             return None
         # Each rank normalizes its own heads only, so its weight gradient is a partial sum.
         is_sharded = self.tp_group.size() > 1
-        norm: Callable[[Tensor], Tensor] = build_module(
+        norm: Callable[[Tensor], Tensor] = build_norm(
             spec,
-            config=self.config,
-            hidden_size=width if is_full else self.head_dim,
-            eps=self.config.layernorm_epsilon,
+            self.config,
+            width if is_full else self.head_dim,
             offered={**self.offered, "has_partial_gradient": is_sharded},
         )
         return norm

@@ -101,16 +101,16 @@ class VisibleKeys(NamedTuple):
 
     def mask(self, device: torch.device) -> Tensor | None:
         """Return the mask, causality included; None if no mask is needed."""
-        (left, right), hidden = self.window, self.hidden
         if not self.needs_mask:
             return None
-        if left < 0 and right < 0 and not self._has_parts and hidden is not None:
+        hidden = self.hidden
+        if hidden is not None and max(self.window) < 0 and not self._has_parts:
             return ~hidden
         if self.first_query is None:
-            mask = band(self.num_queries, self.num_keys, left, right, device)
+            mask = band(self.num_queries, self.num_keys, *self.window, device)
         else:
             queries = self.first_query + torch.arange(self.num_queries, device=device)
-            mask = band_at(queries, torch.arange(self.num_keys, device=device), left, right)
+            mask = band_at(queries, torch.arange(self.num_keys, device=device), *self.window)
         if self.packed is not None:
             sequence = sequence_index(self.packed.ends, self.num_keys)
             mask = mask & (sequence.unsqueeze(1) == sequence)

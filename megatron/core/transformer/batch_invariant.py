@@ -99,31 +99,28 @@ def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
 
 def _dependence(module: nn.Module) -> str | None:
     """Return why the bits of ``module`` depend on the number of rows, None if they need not."""
+    matmuls = "torch's matmuls, whose bits depend on the number of rows"
     if getattr(module, "position_embedding_type", None) in ("alibi", "relative"):
-        return (
-            "attention with position biases runs torch's matmuls, whose bits depend on the number "
-            "of rows"
-        )
+        return f"attention with position biases runs {matmuls}"
     if getattr(module, "has_scan", False):
-        return (
-            "the scan of a Mamba layer runs torch's matmuls, whose bits depend on the number of "
-            "rows"
-        )
-    if isinstance(module, DotProductAttention) and module.attn_mask_type not in CAUSAL:
-        return "only causal attention has a kernel whose bits do not depend on the number of rows"
-    if isinstance(module, DotProductAttention) and module.cp_comm is not None:
-        return "with context parallelism the order of sums depends on the ranks"
+        return f"the scan of a Mamba layer runs {matmuls}"
+    if isinstance(module, DotProductAttention):
+        if module.attn_mask_type not in CAUSAL:
+            return (
+                "only causal attention has a kernel whose bits do not depend on the number of rows"
+            )
+        if module.cp_comm is not None:
+            return "with context parallelism the order of sums depends on the ranks"
     if isinstance(module, Linear) and isinstance(module.quantizer, LinearQuantizer):
         return "scales of fp8 and fp4 depend on all rows"
     return None
 
 
 def _check_kernels(model: nn.Module, flag: str) -> None:
-    dtypes = {p.dtype for p in model.parameters()}
     if any(device.is_cuda(p.device) for p in model.parameters()):
         _check_gpu(model, flag)
         return
-    for dtype in dtypes:
+    for dtype in {p.dtype for p in model.parameters()}:
         reason = cpu_kernels.unsupported_reason(dtype)
         names = "small_linear", "paged_attention"
         if reason is None and not all(cpu_kernels.has(name, dtype) for name in names):

@@ -8,7 +8,6 @@ uncompiled, as graph breaks between compiled regions.  Shapes are static: a batc
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import sysconfig
@@ -16,14 +15,17 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.core import device
-from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import MissingDependency
 from megatron.core.diagnostics.log_once import warn_once
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_block import TransformerBlock
+
+# Before torch 2.13, a compiled autograd function that writes in place in forward gave zeros, and no
+# error, in place of gradients.
+_KEEPS_GRADIENTS = not torch.__version__.startswith(("2.11", "2.12"))
 
 
 def compile_layers(model: nn.Module, regions: str) -> None:
@@ -37,7 +39,7 @@ def compile_layers(model: nn.Module, regions: str) -> None:
         return
     if not device.is_cuda():
         _require_compiler(regions)
-    if not _keeps_gradients():
+    if not _KEEPS_GRADIENTS:
         warn_once(
             f"--compile {regions} is without effect: torch {torch.__version__} compiles custom "
             "autograd functions to gradients of zero; use torch 2.13"
@@ -59,30 +61,6 @@ def compile_layers(model: nn.Module, regions: str) -> None:
         elif isinstance(module, TransformerBlock):
             for layer in module.layers:
                 vars(layer)["forward"] = torch.compile(layer.forward, dynamic=False)
-
-
-class _InPlace(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Context[None], x: Tensor) -> Tensor:
-        return (x * 2).mul_(3)
-
-    @staticmethod
-    def backward(ctx: Context[None], grad: Tensor) -> Tensor:
-        return grad * 6
-
-
-@functools.cache
-def _keeps_gradients() -> bool:
-    """Return whether compiled autograd functions may write in place in their forward pass.
-
-    torch 2.11 gives zeros in place of their gradients, without an error; torch 2.13 gives the
-    gradients.  The function tries it once.
-    """
-    x = torch.ones(1, requires_grad=True)
-    function = torch.compile(lambda x: _InPlace.apply(x), backend="aot_eager")
-    with torch.enable_grad():
-        function(x).backward()
-    return x.grad is not None and bool(x.grad == 6)
 
 
 def _require_compiler(regions: str) -> None:

@@ -108,16 +108,14 @@ class Ring:
 
 @dataclass(frozen=True, kw_only=True)
 class RingPlan:
-    """The attention that a ring computes.  ``hidden`` and ``bias``: local rows, global columns."""
+    """The attention that a ring computes; ``context`` has local rows and global columns."""
 
     ring: Ring
     lengths: tuple[int, ...]  # of the sequences in a row, over all ranks of the ring
-    is_causal: bool
     kernel: BlockKernel
     rule: ScoreRule
+    context: AttentionContext
     window: Window | None = None  # if causal, its right side is 0
-    hidden: Tensor | None = None  # bool [.., s, s r]
-    bias: Tensor | None = None  # [.., n, s, s r]
 
     def calls(
         self, q: Tensor, k: Tensor, v: Tensor, step: int
@@ -127,14 +125,15 @@ class RingPlan:
         Blocks in which no query attends to a key are left out.
         """
         source = (self.ring.rank - step) % self.ring.size
+        hidden, bias = self.context.hidden, self.context.bias
         for block, window in self._blocks(source):
             keys = held_tokens(self.lengths, source, self.ring.size, q.device)[block.keys]
             visible = None
             if self.window is not None and window is None:
                 mine = held_tokens(self.lengths, self.ring.rank, self.ring.size, keys.device)
                 visible = band_at(mine[block.queries], keys, *self.window)
-            if self.hidden is not None:
-                shown = ~self.hidden[..., block.queries, :][..., keys]
+            if hidden is not None:
+                shown = ~hidden[..., block.queries, :][..., keys]
                 visible = shown if visible is None else visible & shown
             yield (
                 block,
@@ -146,7 +145,7 @@ class RingPlan:
                     is_causal=block.is_causal,
                     window=window,
                     visible=visible,
-                    bias=None if self.bias is None else self.bias[..., block.queries, :][..., keys],
+                    bias=None if bias is None else bias[..., block.queries, :][..., keys],
                 ),
             )
 
@@ -154,11 +153,11 @@ class RingPlan:
         """Return the blocks with the keys of rank ``source``, and windows for the kernel."""
         where = self.lengths, self.ring.rank, source, self.ring.size
         if self.window is None:
-            blocks = blocks_of(*where, self.is_causal)
+            blocks = blocks_of(*where, self.context.is_causal)
         elif self.kernel.takes_windows:
             return _bands(*where, self.window)
         else:
-            blocks = _in_window(where, self.is_causal, self.window)
+            blocks = _in_window(where, self.context.is_causal, self.window)
         return ((block, None) for block in blocks)
 
 
@@ -282,15 +281,13 @@ class _RingAttention(Function[Tensor]):
         return _tokens_first(grad_q).to(q.dtype), *grads, grad_sink, None
 
 
-def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, sink: Tensor | None = None
-) -> Tensor:
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan) -> Tensor:
     """Attend over the keys of all ranks: [s, b, n, d], 2 x [s, b, g, d] -> [s, b, n, d].
 
-    The gradient of ``sink`` [n] is the contribution of this rank's queries.  Collective over the
+    The gradient of the sink [n] is the contribution of this rank's queries.  Collective over the
     ring, also in backward.
     """
-    return _RingAttention.apply(query, key, value, sink, plan)
+    return _RingAttention.apply(query, key, value, plan.context.sink, plan)
 
 
 def _rotated(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -375,17 +372,15 @@ class ContextParallelComm:
     heads: ProcessGroup | None  # group of the all-to-all between tokens and heads
     ring: ProcessGroup | None  # group of the ring of keys and values
 
-    def attend(
-        self, core: Any, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
-    ) -> Tensor:
+    def attend(self, core: Any, qkv: QKV, context: AttentionContext) -> Tensor:
         """Attend over all ranks: [s, b, n, d], 2 x [s, b, g, d] -> [s, b, n d].
 
         Collective over cp, also in backward.
         """
-        num_tokens = query.shape[0] * self.cp.size()
+        num_rows = len(qkv[0])
+        num_tokens = num_rows * self.cp.size()
         lengths = context.lengths(num_tokens)
-        context = context.with_own_rows(query.shape[0], num_tokens)
-        qkv = query, key, value
+        context = context.with_own_rows(num_rows, num_tokens)
         out: Tensor
         if self.heads is None:
             if self.ring is None:
@@ -394,7 +389,7 @@ class ContextParallelComm:
             return out
         undo, qkv, context = _trade_heads(self.heads, self.cp, qkv, context, lengths)
         if self.ring is None:
-            out = core.attend(*qkv, context)
+            out = core.attend(qkv, context)
         else:
             out = core.attend_in_ring(qkv, context, Ring(self.ring))
         return tokens_for_heads(out, undo, self.heads)
@@ -421,7 +416,7 @@ class ContextParallelComm:
                 first_query=span.start - span.first,
                 sink=context.sink,
             )
-            outputs.append(core.attend(query[rows], key[keys], value[keys], part))
+            outputs.append(core.attend((query[rows], key[keys], value[keys]), part))
             at = rows.stop
         return torch.cat(outputs)
 
@@ -487,8 +482,6 @@ def tokens_for_heads(x: Tensor, undo: Tensor, heads: ProcessGroup) -> Tensor:
 def comm_type_of_layer(config: ModelParallelConfig, layer_index: int) -> str:
     """Return --cp-comm-type of layer ``layer_index`` (from 0): one for all layers, or one each."""
     types = config.cp_comm_type
-    if isinstance(types, str):  # a script may set a string instead of a list
-        return types
     return types[layer_index] if len(types) > 1 else types[0]
 
 

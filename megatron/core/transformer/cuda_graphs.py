@@ -203,13 +203,18 @@ def _given(param: nn.Parameter, grad: Tensor | None) -> Tensor | None:
 class _Recording:
     """The captured parts and the eager parts of all layers, for one micro-batch in flight.
 
-    ``steps`` has one pair (captured, eager) per layer; either may be None.
+    ``steps`` has one pair (captured, eager) per layer; either may be None.  ``give_back`` is called
+    with the recording after the backward pass of its micro-batch.
     """
 
-    def __init__(self, steps: list[tuple[Part | None, Run | None]], owner: LayerGraphs) -> None:
+    def __init__(
+        self,
+        steps: list[tuple[Part | None, Run | None]],
+        give_back: Callable[[_Recording], None],
+    ) -> None:
         self._steps = steps
-        self._parts = [part for part, _ in steps if part is not None]
-        self._owner = owner
+        self.parts = [part for part, _ in steps if part is not None]
+        self._give_back = give_back
 
     def run(self, hidden: Tensor, shared: Shared) -> Tensor:
         """Run all layers: [s, b, h] -> [s, b, h]."""
@@ -218,18 +223,12 @@ class _Recording:
             if part is not None:
                 for module in part.hooked:
                     before_reading(module)
-                is_first = part is self._parts[0]
-                when_done = partial(self._owner.give_back, self) if is_first else None
+                is_first = part is self.parts[0]
+                when_done = partial(self._give_back, self) if is_first else None
                 hidden = _Replay.apply(part, when_done, hidden, *others, *part.params)
             if rest is not None:
                 hidden = rest(hidden, **shared)
         return hidden
-
-    def release(self) -> None:
-        """Free the graphs; the recording must not run again."""
-        for part in self._parts:
-            part.forward.release()
-            part.backward.release()
 
 
 class LayerGraphs:
@@ -268,13 +267,10 @@ class LayerGraphs:
 
     def release(self) -> None:
         """Free all graphs."""
-        for recording in self._recordings:
-            recording.release()
+        for part in (part for recording in self._recordings for part in recording.parts):
+            part.forward.release()
+            part.backward.release()
         self._recordings, self._idle, self._like = [], [], None
-
-    def give_back(self, recording: _Recording) -> None:
-        """Make a recording available again, after the backward pass of its micro-batch."""
-        self._idle.append(recording)
 
     def recording(self, hidden: Tensor, shared: Shared) -> _Recording | None:
         """Return an idle recording for these inputs; None if they must run eagerly."""
@@ -297,16 +293,10 @@ class LayerGraphs:
         for layer in self._layers:
             for module in layer.modules():
                 before_reading(module)
-        captured = [(run, i) for i, (run, _) in enumerate(self._runs) if run is not None]
-        places = {i for _, i in captured}
-        parts = iter(
-            record(
-                [run for run, _ in captured],
-                [self._layers[i] for _, i in captured],
-                hidden,
-                shared,
-                feeds_next=[self._runs[i][1] is None and i + 1 in places for _, i in captured],
-            )
-        )
+        captured = {i: run for i, (run, _) in enumerate(self._runs) if run is not None}
+        feeds_next = [self._runs[i][1] is None and i + 1 in captured for i in captured]
+        layers = [self._layers[i] for i in captured]
+        runs = list(captured.values())
+        parts = iter(record(runs, layers, hidden, shared, feeds_next=feeds_next))
         steps = [(None if run is None else next(parts), rest) for run, rest in self._runs]
-        return _Recording(steps, self)
+        return _Recording(steps, lambda recording: self._idle.append(recording))

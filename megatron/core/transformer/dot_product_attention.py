@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -147,9 +147,9 @@ class DotProductAttention(MegatronModule):
             if self._attends_to_narrow(query, value, context):
                 return attend_to_narrow(query, key, value, self.scale)
             value = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
-        if self.cp_comm is None:
-            return self.attend(query, key, value, context)
-        return self.cp_comm.attend(self, query, key, value, context)
+        qkv = query, key, value
+        comm = self.cp_comm
+        return self.attend(qkv, context) if comm is None else comm.attend(self, qkv, context)
 
     def _attends_to_narrow(self, query: Tensor, value: Tensor, context: AttentionContext) -> bool:
         """Return whether a kernel takes ``value`` as it is, narrower than ``query``."""
@@ -184,31 +184,26 @@ class DotProductAttention(MegatronModule):
             return query.new_zeros(query.shape[2], dtype=wide(query))
         return self.softmax_offset.to(wide(query))
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
-    ) -> Tensor:
+    def attend(self, qkv: QKV, context: AttentionContext) -> Tensor:
         """Attend on this rank alone: [q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d]."""
         if not self.is_batch_invariant:
-            return self._attend(query, key, value, context)
+            return self._attend(qkv, context)
         return _InvariantAttention.apply(
-            query,
-            key,
-            value,
+            *qkv,
             context.sink,
-            replace(self.paged_rule(query), sink=context.sink),
-            context.lengths(len(query)),
-            lambda q, k, v, sink: self._attend(q, k, v, context._replace(sink=sink)),
+            replace(self.paged_rule(qkv[0]), sink=context.sink),
+            context.lengths(len(qkv[0])),
+            lambda *qkv, sink: self._attend(qkv, context._replace(sink=sink)),
         )
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
-    ) -> Tensor:
+    def _attend(self, qkv: QKV, context: AttentionContext) -> Tensor:
+        query, key, value = qkv
         where, dropout = query.device, self._dropout()
         if _is_packed_on_cpu(query, key, context):
-            return self._attend_one_by_one(query, key, value, context)
+            return self._attend_one_by_one(qkv, context)
         if context.sink is not None and _is_one_row(query, key, context):
             # Only block kernels return the log-sum-exp that a sink changes.
-            return self.attend_in_ring((query, key, value), context, Ring(None))
+            return self.attend_in_ring(qkv, context, Ring(None))
         visible = VisibleKeys(
             num_queries=len(query),
             num_keys=len(key),
@@ -245,28 +240,26 @@ class DotProductAttention(MegatronModule):
                 mask = mask | ~mask.any(-1, keepdim=True)
             if visible.is_causal and (PLAIN in names or context.bias is not None):
                 mask = band(len(query), len(key), -1, 0, where)
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            q, k, v = (x.permute(1, 2, 0, 3) for x in qkv)
             if PLAIN in names:
-                out = self._plain(q, k, v, mask, context)
+                out = self._plain((q, k, v), mask, context)
             else:
                 is_causal = visible.is_causal and mask is None
                 out = self._kernel(names, (q, k, v), mask, context.bias, is_causal)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _attend_one_by_one(
-        self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
-    ) -> Tensor:
+    def _attend_one_by_one(self, qkv: QKV, context: AttentionContext) -> Tensor:
         """Attend to each packed sequence alone: a CPU's kernels compute all scores of a mask.
 
         split() and cat() copy once in backward; slices would add a complete gradient each.
         """
         assert context.packed is not None, "called for packed sequences"
         lengths = context.packed.lengths
-        rest = len(query) - sum(lengths)  # tokens after the last sequence
+        rest = len(qkv[0]) - sum(lengths)  # tokens after the last sequence
         sizes = (*lengths, rest) if rest else lengths
-        parts = zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
+        parts = zip(*(x.split(sizes) for x in qkv), strict=True)
         alone = context._replace(packed=None)
-        return torch.cat([self._attend(q, k, v, alone) for q, k, v in parts])
+        return torch.cat([self._attend(part, alone) for part in parts])
 
     def attend_in_ring(self, qkv: QKV, context: AttentionContext, ring: Ring) -> Tensor:
         """Attend to the keys and values of all ranks of the ring; shapes as in `attend`.
@@ -289,15 +282,13 @@ class DotProductAttention(MegatronModule):
         plan = RingPlan(
             ring=ring,
             lengths=context.lengths(num_tokens),
-            is_causal=context.is_causal,
             kernel=block_kernel(FUSED if FUSED in names else names[0]),
             rule=self._score_rule(),
+            context=context,
             window=window,
-            hidden=context.hidden,
-            bias=context.bias,
         )
         with fork_if(self._dropout() > 0):
-            return ring_attention(*qkv, plan, context.sink).flatten(2)
+            return ring_attention(*qkv, plan).flatten(2)
 
     def _score_rule(self) -> ScoreRule:
         return ScoreRule(
@@ -338,7 +329,7 @@ class DotProductAttention(MegatronModule):
             mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
         is_cuda = device.is_cuda(query.device)
         if is_cuda and FLASH not in names:  # only flash supports fewer key heads
-            key, value = _repeat_heads(query, key, value)
+            query, key, value = _repeat_heads(query, key, value)
         with sdpa_kernel([KERNELS[name] for name in names]) if is_cuda else nullcontext():
             return self.sdpa(
                 query,
@@ -351,15 +342,8 @@ class DotProductAttention(MegatronModule):
                 enable_gqa=query.shape[1] != key.shape[1],
             )
 
-    def _plain(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        context: AttentionContext,
-    ) -> Tensor:
-        key, value = _repeat_heads(query, key, value)
+    def _plain(self, qkv: QKV, mask: Tensor | None, context: AttentionContext) -> Tensor:
+        query, key, value = _repeat_heads(*qkv)
         scores = torch.matmul(query * (self.scale / self.depth_scale), key.transpose(-1, -2))
         if self.config.attention_softmax_in_fp32:
             scores = scores.to(wide(scores))
@@ -392,16 +376,15 @@ def _is_one_row(query: Tensor, key: Tensor, context: AttentionContext) -> bool:
     return context.documents is None and is_same and is_filled and not has_gradient
 
 
-def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> QKV:
     """Repeat keys and values [b, g, k, d] -> [b, n, k, d], one head for each query head."""
     times = query.shape[1] // key.shape[1]
-    if times == 1:
-        return key, value
-    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+    if times > 1:
+        key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+    return query, key, value
 
 
-# query, key, value, scores of the sink or None -> [s, b, n d]
-DefaultAttention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+DefaultAttention = Callable[..., Tensor]  # query, key, value, scores of the sink -> [s, b, n d]
 
 
 class _InvariantAttention(Function[Tensor]):
@@ -436,13 +419,12 @@ class _InvariantAttention(Function[Tensor]):
 
     @staticmethod
     def backward(ctx: Context[DefaultAttention], grad: Tensor) -> tuple[Tensor | None, ...]:
-        *qkv, sink = ctx.saved_tensors
         needed = ctx.needs_input_grad[:4]
-        q, k, v = (x.detach().requires_grad_(n) for x, n in zip(qkv, needed, strict=False))
-        sink = None if sink is None else sink.detach().requires_grad_(needed[3])
+        saved = zip(ctx.saved_tensors, needed, strict=True)
+        leaves = [None if x is None else x.detach().requires_grad_(n) for x, n in saved]
         with torch.enable_grad():
-            out = ctx.values(q, k, v, sink)
-        inputs = [x for x in (q, k, v, sink) if x is not None and x.requires_grad]
+            out = ctx.values(*leaves[:3], sink=leaves[3])
+        inputs = [x for x in leaves if x is not None and x.requires_grad]
         found = iter(torch.autograd.grad(out, inputs, grad))
         return *(next(found) if n else None for n in needed), None, None, None
 

@@ -50,21 +50,22 @@ def quantize_layer(
 
 def recipe_of(config: PrecisionConfig) -> Recipe | None:
     """Return the quantization recipe of GEMM operands; None without fp8 and fp4."""
+    wgrad = config.fp8_wgrad
     if config.fp4 is not None:
-        return Recipe(E2M1, E2M1, block=16, wgrad=config.fp8_wgrad)
+        return Recipe(E2M1, E2M1, block=16, wgrad=wgrad)
     if config.fp8 is None:
         return None
     backward = E5M2 if config.fp8 == "hybrid" else E4M3
-    if config.fp8_recipe in ("blockwise", "mxfp8"):
-        is_square = config.fp8_recipe == "blockwise"
-        block = 128 if is_square else 32
-        return Recipe(E4M3, backward, block, is_square, wgrad=config.fp8_wgrad)
-    if config.fp8_recipe == "tensorwise":
-        return Recipe(E4M3, backward, wgrad=config.fp8_wgrad)
+    kind = config.fp8_recipe
+    if kind in ("blockwise", "mxfp8"):
+        is_square = kind == "blockwise"
+        return Recipe(E4M3, backward, 128 if is_square else 32, is_square, wgrad=wgrad)
+    if kind == "tensorwise":
+        return Recipe(E4M3, backward, wgrad=wgrad)
     return Recipe(
         E4M3,
         backward,
-        wgrad=config.fp8_wgrad,
+        wgrad=wgrad,
         history=config.fp8_amax_history_len,
         takes_max=config.fp8_amax_compute_algo == "max",
         margin=config.fp8_margin,

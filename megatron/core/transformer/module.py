@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,10 @@ from torch.utils._pytree import tree_map
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_param, replica_of
-from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, local_part
+from megatron.core.params.param_init import initialize_parameters
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-T = TypeVar("T")
 WithBias = tuple[Tensor, Tensor | None]  # output, and a bias that the caller has to add
 
 
@@ -26,6 +25,11 @@ class MegatronModule(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
+
+    def fill_parameters(self) -> None:
+        """Initialize all parameters, which have names, with the seed of the config."""
+        config = self.config
+        initialize_parameters(self, config.init_seed, random=config.perform_initialization)
 
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False
@@ -54,10 +58,15 @@ class MegatronModule(nn.Module):
             raise CheckpointError(
                 f"{type(self).__name__} has no process groups: call sharded_state_dict on the model"
             )
-        return {
-            name: sharded_entry(name, prefix, tensor, groups)
-            for name, tensor in self.state_dict(prefix=prefix, keep_vars=True).items()
-        }
+        entries = {}
+        for name, tensor in self.state_dict(prefix=prefix, keep_vars=True).items():
+            info = info_of(tensor)
+            key = prefix + (info.name or name.removeprefix(prefix))
+            local, replica = local_part(tensor), replica_of(info, groups)
+            record = from_param(key, info, local, replica, dtype=info.dtype)
+            number = 1 if replica is None else replica.index
+            entries[name] = replace(record, data=local.detach(), replica_id=number)
+        return entries
 
 
 def before_reading(module: nn.Module) -> None:
@@ -80,13 +89,13 @@ def frozen_models(chunks: Iterable[nn.Module]) -> Iterator[nn.Module]:
             yield from vars(module).get("frozen", ())
 
 
-def _convert(value: T, convert: Callable[[Tensor], Tensor]) -> T:
+def _convert(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     """Apply ``convert`` to the float tensors in nested tuples, lists and dicts.
 
     `tree_map` visits exactly these types and registered ones; `one` handles their subclasses.
     """
 
-    def one(leaf: object) -> object:
+    def one(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return convert(leaf) if leaf.is_floating_point() else leaf
         if isinstance(leaf, dict):
@@ -95,20 +104,7 @@ def _convert(value: T, convert: Callable[[Tensor], Tensor]) -> T:
             return type(leaf)(_convert(v, convert) for v in leaf)
         return leaf
 
-    converted: T = tree_map(one, value)
-    return converted
-
-
-def sharded_entry(
-    name: str, prefix: str, tensor: Tensor, groups: ProcessGroupCollection
-) -> ShardedTensor:
-    """Return the ShardedTensor of this rank's shard of the parameter or buffer ``tensor``."""
-    info = info_of(tensor)
-    key = prefix + (info.name or name.removeprefix(prefix))
-    local, replica = local_part(tensor), replica_of(info, groups)
-    record = from_param(key, info, local, replica, dtype=info.dtype)
-    number = 1 if replica is None else replica.index
-    return replace(record, data=local.detach(), replica_id=number)
+    return tree_map(one, value)
 
 
 class Float16Module(MegatronModule):

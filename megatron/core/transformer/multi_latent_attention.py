@@ -32,7 +32,7 @@ from megatron.core.transformer.attention import SelfAttentionBase
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import WithBias
 from megatron.core.transformer.rope import yarn_mscale
-from megatron.core.transformer.spec_utils import Slot, build_module
+from megatron.core.transformer.spec_utils import Slot, build_norm
 from megatron.core.utils import (
     deprecate_inference_params as deprecate_inference_params,
 )  # for scripts
@@ -54,7 +54,7 @@ def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
     return torch.einsum("sbni,noi->sbno", x, weight)
 
 
-class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
+class MLASelfAttention(SelfAttentionBase):
     """Multi-latent self attention."""
 
     # Of absorbed weights.  Generation may set another one on an instance.
@@ -89,8 +89,7 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
             return ReplicatedLinear(c.hidden_size, width, config=c, init_method=c.init_method)
 
         def norm(spec: Slot | None, width: int) -> Any:
-            eps = c.layernorm_epsilon
-            return build_module(spec or nn.Identity, config=c, hidden_size=width, eps=eps)
+            return build_norm(spec or nn.Identity, c, width)
 
         if c.q_lora_rank is None:
             self.linear_q_proj = up(c.hidden_size, self.query_width)

@@ -92,14 +92,14 @@ class Norm(nn.Module):
         self.eps, self.is_zero_centered = eps, config.layernorm_zero_centered_gamma
         if has_partial_gradient is None:
             has_partial_gradient = config.sequence_parallel
-        shape = (hidden_size,)
-        init = Init("zeros" if self.is_zero_centered else "ones")
-        weight = param_info_for(shape, init, sequence_parallel=has_partial_gradient)
-        bias = param_info_for(shape, sequence_parallel=has_partial_gradient)
-        self.weight = new_parameter(shape, config.params_dtype, weight)
-        self.bias: nn.Parameter | None = None
-        if not self.is_rms:
-            self.bias = new_parameter(shape, config.params_dtype, bias)
+
+        def vector(init: str) -> nn.Parameter:
+            shape = (hidden_size,)
+            info = param_info_for(shape, Init(init), sequence_parallel=has_partial_gradient)
+            return new_parameter(shape, config.params_dtype, info)
+
+        self.weight = vector("zeros" if self.is_zero_centered else "ones")
+        self.bias: nn.Parameter | None = None if self.is_rms else vector("zeros")
 
     def forward(self, x: Stream) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize: [..., h] -> [..., h].  Of a `PendingSum`, return the sum and its norm."""
@@ -109,8 +109,7 @@ class Norm(nn.Module):
         if isinstance(x, PendingSum):
             if self.norm_rows is norm_rows:
                 return x.normed(weight, bias, self.eps)
-            total = x.total()
-            return total, norm_hidden(self, total)[1]
+            return norm_hidden(self, x.total())
         if x.dtype != dtype:  # a float32 residual stream
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)

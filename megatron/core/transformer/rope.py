@@ -175,12 +175,11 @@ class RotaryEmbedding(nn.Module):
 
         ``held``: the positions of a context-parallel rank, [s].  The last table is cached.
         """
-        key = (num_positions, offset, dtype, device.current())
+        end, where = offset + num_positions, device.current()
+        key = num_positions, offset, dtype, where
         if key != self._table_key or held is not self._held or self._table is None:
-            positions = held
-            if positions is None:
-                positions = torch.arange(offset, offset + num_positions, device=device.current())
-            self._table = self.table_at(positions, offset + num_positions, dtype)
+            positions = torch.arange(offset, end, device=where) if held is None else held
+            self._table = self.table_at(positions, end, dtype)
             self._table_key, self._held = key, held
         return self._table
 

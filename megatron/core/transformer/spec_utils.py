@@ -47,11 +47,11 @@ def reason_not_own_spec(path: Sequence[str]) -> str | None:
     Security: a checkpoint must not make a run import or call arbitrary code, so only specs that are
     defined below `OWN_SPECS` are allowed.  A name that such a module merely imports is refused.
     """
-    if not isinstance(path, list | tuple) or not all(isinstance(word, str) for word in path):
-        return "it is not a module and a name in it"
-    if tuple(path) == ("local",):
+    is_path = isinstance(path, list | tuple) and all(isinstance(word, str) for word in path)
+    words = ".".join(path).split(".") if is_path else []
+    if words == ["local"]:
         return None
-    if len(path) != 2 or not all(word.isidentifier() for word in ".".join(path).split(".")):
+    if not is_path or len(path) != 2 or not all(word.isidentifier() for word in words):
         return "it is not a module and a name in it"
     module, name = path
     if not _is_own(module):
@@ -66,7 +66,7 @@ def reason_not_own_spec(path: Sequence[str]) -> str | None:
 
 
 def _is_own(module: str) -> bool:
-    return module == OWN_SPECS or module.startswith(f"{OWN_SPECS}.")
+    return f"{module}.".startswith(f"{OWN_SPECS}.")
 
 
 def get_module(spec_or_module: Slot) -> Callable[..., Any]:
@@ -106,6 +106,13 @@ def build_module(
         return module(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"while building {module.__name__}: {error}") from error
+
+
+def build_norm(spec: Slot, config: Any, width: int, **more: Any) -> Any:
+    """Build a norm of rows of ``width``, with the epsilon of ``config``."""
+    return build_module(
+        spec, config=config, hidden_size=width, eps=config.layernorm_epsilon, **more
+    )
 
 
 def _arguments_of(module: Callable[..., object]) -> set[str]:

@@ -25,7 +25,7 @@ from megatron.core.transformer.layer_layout import layer_range
 from megatron.core.transformer.low_precision import quantize_layer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import Norm, Stream, norm_hidden, summed
-from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module, build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -88,19 +88,18 @@ class TransformerBlock(MegatronModule):
             )
         self.layer_range = layer_indices
         if len(specs) == config.num_layers:
-            specs = [specs[i] for i in self.layer_range]
-        if len(specs) != len(self.layer_range):
+            specs = [specs[i] for i in layer_indices]
+        if len(specs) != len(layer_indices):
             raise ConfigError(
                 f"the spec describes {len(specs)} layers, --num-layers is {config.num_layers} "
-                f"and this stage has {len(self.layer_range)}"
+                f"and this stage has {len(layer_indices)}"
             )
         offered = {"pg_collection": pg_collection, "tp_group": pg_collection.tp}
-        self.layers = nn.ModuleList(
-            build_module(s, config=config, layer_number=i + 1, offered=offered)
-            for i, s in zip(self.layer_range, specs, strict=True)
-        )
-        for i, layer in zip(self.layer_range, self.layers, strict=True):
+        self.layers = nn.ModuleList()
+        for i, layer_spec in zip(layer_indices, specs, strict=True):
+            layer = build_module(layer_spec, config=config, layer_number=i + 1, offered=offered)
             quantize_layer(layer, config, i, pg_collection=pg_collection)
+            self.layers.append(layer)
         # Number of first layers with full recomputation, which adaptive recomputation changes; None
         # if the config decides.
         is_adaptive = config.recompute_granularity == "adaptive"
@@ -112,13 +111,12 @@ class TransformerBlock(MegatronModule):
         self.offload = _offload_of(config)
         self.final_layernorm: nn.Module | None = None
         if post_process and post_layer_norm and submodules.layer_norm is not None:
-            size, eps = config.hidden_size, config.layernorm_epsilon
-            self.final_layernorm = build_module(
-                submodules.layer_norm, config=config, hidden_size=size, eps=eps
-            )
+            self.final_layernorm = build_norm(submodules.layer_norm, config, config.hidden_size)
 
-        forwards = [inspect.signature(type(layer).forward) for layer in self.layers]
-        takers = ["defers_sum" in forward.parameters for forward in forwards]
+        takers = [
+            "defers_sum" in inspect.signature(type(layer).forward).parameters
+            for layer in self.layers
+        ]
         takers.append(self.final_layernorm is not None)
         self._defer_sums = [a and b for a, b in pairwise(takers)]
 

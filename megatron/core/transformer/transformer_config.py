@@ -7,7 +7,7 @@ afterwards the config is immutable (``dataclasses.replace`` makes a changed copy
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -121,21 +121,11 @@ class TransformerConfig(
         if self.num_moe_experts is not None and self.moe_ffn_hidden_size is None:
             fill(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
         # A script may pass one value in place of a sequence.
-        for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "cp_comm_type"):
             value = getattr(self, name)
-            fill(self, name, tuple(value) if isinstance(value, list | tuple) else (value,))
-        fill(self, "cp_comm_type", _normalized(self.cp_comm_type))
+            values = value if isinstance(value, list | tuple) else (value,)
+            fill(self, name, tuple("allgather" if v == "all_gather" else v for v in values))
         if self.expert_tensor_parallel_size is None:
             fill(self, "expert_tensor_parallel_size", self.tensor_model_parallel_size)
         if self.apply_query_key_layer_scaling:
             fill(self, "attention_softmax_in_fp32", True)
-
-
-def _normalized(comm_type: str | Sequence[str]) -> str | tuple[str, ...]:
-    """Normalize --cp-comm-type, a string for all layers or one per layer: all_gather is allgather.
-
-    Sequences become tuples.
-    """
-    if isinstance(comm_type, str):
-        return "allgather" if comm_type == "all_gather" else comm_type
-    return tuple("allgather" if kind == "all_gather" else kind for kind in comm_type)

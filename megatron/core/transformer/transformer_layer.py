@@ -27,7 +27,7 @@ from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.norms import PendingSum, Stream, norm_hidden, summed
-from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module, build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 GetBiasDropoutAdd = Callable[[bool, bool], BiasDropoutAdd]  # arguments: training, fused
@@ -96,10 +96,7 @@ class ResidualLayer(MegatronModule):
 
     def build_norm(self, spec: Slot) -> nn.Module:
         """Build a norm of hidden states from its spec."""
-        c = self.config
-        norm: nn.Module = build_module(
-            spec, config=c, hidden_size=c.hidden_size, eps=c.layernorm_epsilon
-        )
+        norm: nn.Module = build_norm(spec, self.config, self.config.hidden_size)
         return norm
 
     def add_part(

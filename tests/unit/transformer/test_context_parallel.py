@@ -22,6 +22,7 @@ from megatron.core.transformer import attention_blocks
 from megatron.core.transformer.attention_blocks import BlockCall, BlockKernel, ScoreRule
 from megatron.core.transformer.attention_masks import band
 from megatron.core.transformer.context_parallel import (
+    AttentionContext,
     RingPlan,
     _bands,
     comm_type_of_layer,
@@ -146,7 +147,11 @@ class RecordedRing:
 def test_a_shift_is_posted_before_the_block_in_hand_is_computed() -> None:
     ring = RecordedRing(size=3)
     plan = RingPlan(
-        ring=ring, lengths=(12,), is_causal=True, kernel=ring.kernel(), rule=ScoreRule(scale=1.0)
+        ring=ring,
+        lengths=(12,),
+        kernel=ring.kernel(),
+        rule=ScoreRule(scale=1.0),
+        context=AttentionContext(is_causal=True),
     )
     q, k, v = (torch.randn(4, 1, 2, 8).requires_grad_() for _ in range(3))
     out = ring_attention(q, k, v, plan)

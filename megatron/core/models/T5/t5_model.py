@@ -181,60 +181,54 @@ class T5Model(LanguageModule):
         received, self.input_tensor = self.input_tensor, None  # it is freed in backward
         context, hidden = encoder_hidden_states, None
         if self.encoder is not None and context is None:
-            context = self._encode(encoder_input_ids, encoder_attn_mask, received)
+            table = self.encoder_relative_pos_emb
+            inputs = encoder_input_ids, received, encoder_attn_mask
+            context = self._run(self.encoder, table, *inputs)
             if self.decoder is None or output_encoder_hidden_only:
                 return self._as_message(context)
         elif received is not None:
             context, hidden = self._taken_apart(received, decoder_input_ids)
         assert context is not None, "a decoder needs the output of an encoder"
-        masks = decoder_attn_mask, encoder_decoder_attn_mask
-        hidden = self._decode(decoder_input_ids, hidden, context, masks, inference_context)
+        assert self.decoder is not None, "a stage without it returns the encoder's output"
+        hidden = self._run(
+            self.decoder,
+            self.decoder_relative_pos_emb,
+            decoder_input_ids,
+            hidden,
+            decoder_attn_mask,
+            inference_context,
+            context=context.to(self.config.params_dtype),
+            context_mask=_needed(encoder_decoder_attn_mask, is_causal=False),
+            inference_context=inference_context,
+        )
         if not self.post_process:
             return self._as_message(torch.cat([context, hidden]))
         if lm_labels is not None:
             return self.token_losses(hidden, lm_labels)
         return self.generated_logits(hidden, inference_context, runtime_gather_output)
 
-    def _encode(self, ids: Tensor | None, mask: Tensor | None, received: Tensor | None) -> Tensor:
-        """Run the encoder: ids [b, s] to hidden states [s, b, h]."""
-        assert self.encoder is not None, "called where it is"
-        length = self.tokens_in_row(ids, received)
-        table = self.encoder_relative_pos_emb
-        if received is not None:
-            self.encoder.set_input_tensor(received)
-        hidden: Tensor = self.encoder(
-            self._embedded(ids, None),
-            _needed(mask, is_causal=False),
-            rotary_pos_emb=self.rotary_table(length),
-            attention_bias=None if table is None else table(length, length),
-        )
-        return hidden
-
-    def _decode(
+    def _run(
         self,
+        stack: TransformerBlock,
+        table: RelativePositionEmbedding | None,
         ids: Tensor | None,
-        received: Tensor | None,
-        context: Tensor,
-        masks: tuple[Tensor | None, Tensor | None],
-        cache: KVCache | None,
+        received: Any,
+        mask: Tensor | None,
+        cache: KVCache | None = None,
+        **more: Any,
     ) -> Tensor:
-        """Run the decoder: ids [b, t] to hidden states [t, b, h]."""
-        assert self.decoder is not None, "called where it is"
+        """Run a stack: ids [b, s] to hidden states [s, b, h]."""
         length = self.tokens_in_row(ids, received)
-        table = self.decoder_relative_pos_emb
         bias: Tensor | PositionBias | None = None
         if table is not None:
             bias = table(length, length) if cache is None else partial(_bias_of_rows, table)
-        if received is not None:
-            self.decoder.set_input_tensor(received)
-        hidden: Tensor = self.decoder(
+        stack.set_input_tensor(received)
+        hidden: Tensor = stack(
             self._embedded(ids, cache),
-            _needed(masks[0], is_causal=True),
-            context=context.to(self.config.params_dtype),
-            context_mask=_needed(masks[1], is_causal=False),
-            inference_context=cache,
+            _needed(mask, is_causal=stack is self.decoder),
             rotary_pos_emb=self.rotary_table(length, cache=cache),
             attention_bias=bias,
+            **more,
         )
         return hidden
 

@@ -272,11 +272,13 @@ def get_imported_layer_spec(
     spec = import_module(path)
     if inspect.isfunction(spec):
         signature = inspect.signature(spec)
-        parameters = signature.parameters.values()
-        by_name = {"config": config} if any(p.name == "config" for p in parameters) else {}
-        in_order = (config,) if any(p.default is p.empty for p in parameters) else ()
+        parameters = signature.parameters
+        is_needed = any(p.default is p.empty for p in parameters.values())
         try:
-            call = signature.bind(*(() if by_name else in_order), **by_name)
+            if "config" in parameters:
+                call = signature.bind(config=config)
+            else:
+                call = signature.bind(*[config] * is_needed)
         except TypeError as error:
             raise ConfigError(
                 f"--spec {' '.join(path)} cannot be called with the config alone: {error}"

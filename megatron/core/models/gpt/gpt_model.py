@@ -154,12 +154,10 @@ class GPTModel(LanguageModule):
         # The lengths of packed sequences tell how many tokens this rank must have.
         self.check_share(position_ids if packed_seq_params is None else None, inference_context)
         received = self.decoder.input_tensor if decoder_input is None else decoder_input
-        num_tokens = self.tokens_in_row(input_ids, received)
+        row = self.tokens_in_row(input_ids, received), packed_seq_params, inference_context
         shared: dict[str, object] = {
-            "rotary_pos_emb": self.rotary_table(
-                num_tokens, packed_seq_params, inference_context, position_ids
-            ),
-            "attention_bias": self.attention_bias(num_tokens, packed_seq_params, inference_context),
+            "rotary_pos_emb": self.rotary_table(*row, position_ids),
+            "attention_bias": self.attention_bias(*row),
             "packed_seq_params": packed_seq_params,
         }
         hidden = self.decoder(
@@ -174,9 +172,7 @@ class GPTModel(LanguageModule):
         if labels is not None:
             if self.mtp is not None and self.training:
                 rows = input_ids, labels, loss_mask
-                hidden = self._with_predictions(
-                    hidden, rows, attention_mask, shared, packed_seq_params
-                )
+                hidden = self._with_predictions(hidden, rows, row[0], attention_mask, shared)
             return (self.loss_runner or self.token_losses)(hidden, labels)
         return self.generated_logits(hidden, inference_context, runtime_gather_output)
 
@@ -186,14 +182,14 @@ class GPTModel(LanguageModule):
         ``hidden``: those of the depth before it.  ``tokens`` [N]: ``depth`` + 1 positions ahead.
         """
         assert self.mtp is not None, "the model has no MTP layers"
-        num_tokens = len(tokens)
+        row = len(tokens), None, cache
         out: Tensor = self.mtp.layers[depth](
             hidden,
             self.embedding(tokens.unsqueeze(0), None),
             None,
             inference_context=cache,
-            rotary_pos_emb=self.rotary_table(num_tokens, None, cache),
-            attention_bias=self.attention_bias(num_tokens, None, cache),
+            rotary_pos_emb=self.rotary_table(*row),
+            attention_bias=self.attention_bias(*row),
         )
         return out
 
@@ -201,9 +197,9 @@ class GPTModel(LanguageModule):
         self,
         hidden: Tensor,
         rows: tuple[Tensor | None, Tensor, Tensor | None],
+        num_tokens: int,
         attention_mask: AttentionMask | None,
-        shared: dict[str, object],
-        packed: PackedSeqParams | None,
+        shared: dict[str, Any],
     ) -> Tensor:
         """Return ``hidden``, whose backward pass also trains multi-token prediction.
 
@@ -214,9 +210,8 @@ class GPTModel(LanguageModule):
         assert tokens is not None, "multi-token prediction embeds tokens on the last stage"
         if mask is None:
             mask = torch.ones(labels.shape, device=labels.device)
-        cp = self.pg_collection.cp
-        num_tokens = tokens.shape[1] * cp.size()
-        lengths = row_lengths(None if packed is None else packed.lengths, num_tokens)
+        cp, packed = self.pg_collection.cp, shared["packed_seq_params"]
+        lengths = row_lengths(packed and packed.lengths, num_tokens * cp.size())
         depths = tokens_ahead((tokens, labels, mask), self.mtp.num_depths, lengths, cp)
         state = hidden
         for depth, ahead in enumerate(depths):

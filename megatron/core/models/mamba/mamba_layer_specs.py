@@ -7,8 +7,7 @@ from dataclasses import replace
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import (
     LOCAL,
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
+    layer_of,
     transformer_engine_parts,
     without_attention,
     without_mlp,
@@ -26,16 +25,15 @@ def get_mamba_stack_spec(config: TransformerConfig | None = None) -> ModuleSpec:
     is_local = config is None or config.transformer_impl == "local"
     parts = LOCAL if is_local else transformer_engine_parts(config)
     behind_norm = parts.with_norm_inside(config)
-    layer = get_gpt_layer_local_spec if is_local else get_gpt_layer_with_transformer_engine_spec
-    dense = layer(config=config)
-    sparse = layer(num_experts=1, config=config)  # any number: the config's
-    projections = MambaMixerSubmodules(in_proj=(behind_norm or parts).column, out_proj=parts.row)
+    dense = layer_of(parts, config=config)
+    sparse = layer_of(parts, num_experts=1, config=config)  # any number: the config's
+    projections = MambaMixerSubmodules((behind_norm or parts).column, parts.row)
     layers = MambaStackSubmodules(
         mamba_layer=ModuleSpec(
-            module=MambaLayer,
+            MambaLayer,
             submodules=MambaLayerSubmodules(
                 norm=IdentityOp if behind_norm else parts.norm,
-                mixer=ModuleSpec(module=MambaMixer, submodules=projections),
+                mixer=ModuleSpec(MambaMixer, submodules=projections),
                 mamba_bda=get_bias_dropout_add,
             ),
         ),

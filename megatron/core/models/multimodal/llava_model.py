@@ -37,7 +37,6 @@ from megatron.core.parallel import parallel_state
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import name_parameters, prefix_names
-from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tile_arrangement import NEWLINE, TileArrangement
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -163,8 +162,7 @@ class LLaVAModel(MegatronModule):
                 name_parameters(own)
         for name, part in self.named_children():
             prefix_names(part, f"{name}.")
-        config = self.config
-        initialize_parameters(self, config.init_seed, random=config.perform_initialization)
+        self.fill_parameters()
 
     def freeze(
         self,

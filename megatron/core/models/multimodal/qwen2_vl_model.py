@@ -94,7 +94,7 @@ class PatchMatrix(nn.Module):
 
     def __init__(self, config: TransformerConfig, num_values: int) -> None:
         super().__init__()
-        shape = (config.hidden_size, num_values)
+        shape = config.hidden_size, num_values
         self.weight = replicated(config, shape, config.init_method)
 
     def forward(self, patches: Tensor) -> Tensor:

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.config.errors import DataError
 from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.models.vision.kinds import KINDS as KINDS
+from megatron.core.models.vision.kinds import check_images
 from megatron.core.models.vision.kinds import get_num_image_embeddings as get_num_image_embeddings
-from megatron.core.models.vision.kinds import image_problems
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.transformer.norms import Norm
-from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _COLORS = 3
@@ -49,9 +49,7 @@ class CLIPViTModel(VisionModule):
         subtype has.  Raises ConfigError if patches do not fill the image.
         """
         groups = parallel_state.current() if pg_collection is None else pg_collection
-        if problems := image_problems(model_subtype, img_h, img_w, patch_dim):
-            text = "\n  - ".join(problems)
-            raise ConfigError(f"the vision encoder cannot be built:\n  - {text}")
+        check_images("the vision encoder", model_subtype, img_h, img_w, patch_dim)
         super().__init__(transformer_config)
         kind = KINDS[model_subtype]
         config = transformer_config
@@ -61,8 +59,7 @@ class CLIPViTModel(VisionModule):
         self.patch_dim = patch_dim
         has_class_token = kind.has_class_token if add_class_token is None else add_class_token
         self.class_token_len = class_token_len if has_class_token else 0
-        num_patches = (img_h // patch_dim) * (img_w // patch_dim)
-        self.seq_length = num_patches + self.class_token_len
+        self.seq_length = (img_h // patch_dim) * (img_w // patch_dim) + self.class_token_len
         self.conv1 = PatchProjection(config, patch_dim, has_bias=kind.has_patch_bias)
         self.position_embeddings = EmbeddingTable(config, self.seq_length)
         self.class_token: nn.Parameter | None = None
@@ -75,13 +72,8 @@ class CLIPViTModel(VisionModule):
 
     def _norm(self, spec: Slot) -> nn.Module:
         """Build a norm of embeddings, which every tensor-parallel rank computes completely."""
-        norm: nn.Module = build_module(
-            spec,
-            config=self.config,
-            hidden_size=self.config.hidden_size,
-            eps=self.config.layernorm_epsilon,
-            has_partial_gradient=False,
-        )
+        width = self.config.hidden_size
+        norm: nn.Module = build_norm(spec, self.config, width, has_partial_gradient=False)
         return norm
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:

@@ -54,6 +54,12 @@ def get_num_image_embeddings(
     return count // 4 if pixel_shuffle or kind.reads_any_size else count
 
 
+def check_images(encoder: str, subtype: str, img_h: int, img_w: int, patch_dim: int) -> None:
+    """Raise ConfigError with the `image_problems` of ``encoder``, if there are any."""
+    if problems := image_problems(subtype, img_h, img_w, patch_dim):
+        raise ConfigError("\n  - ".join([f"{encoder} cannot be built:", *problems]))
+
+
 def image_problems(subtype: str, img_h: int, img_w: int, patch_dim: int) -> list[str]:
     """Return why an encoder cannot be built for images of this size; nothing if it can."""
     problems = [] if subtype in KINDS else [_UNKNOWN.format(subtype)]

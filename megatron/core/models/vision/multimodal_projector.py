@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import Norm
-from megatron.core.transformer.spec_utils import Slot, build_module
+from megatron.core.transformer.spec_utils import Slot, build_module, build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -84,14 +84,8 @@ class MultimodalProjector(MegatronModule):
         self.projector_type = projector_type
         group = parallel_state.current().tp if tp_group is None else tp_group
         self.norm: Callable[[Tensor], Tensor] | None = None
-        if isinstance(submodules, ProjectorSubmodules) and submodules.norm is not None:
-            self.norm = build_module(
-                submodules.norm,
-                config=config,
-                hidden_size=input_size,
-                eps=config.layernorm_epsilon,
-                has_partial_gradient=False,
-            )
+        if (spec := getattr(submodules, "norm", None)) is not None:
+            self.norm = build_norm(spec, config, input_size, has_partial_gradient=False)
         if projector_type == "mlp":
             self.encoder = MLP(config, submodules, tp_group=group, input_size=input_size)
             return

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core import device
-from megatron.core.config.errors import ConfigError
 from megatron.core.models.bert.bert_lm_head import dense
 from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.models.vision.clip_vit_model import (
@@ -21,7 +20,7 @@ from megatron.core.models.vision.clip_vit_model import (
     check_image_size,
     replicated,
 )
-from megatron.core.models.vision.kinds import image_problems
+from megatron.core.models.vision.kinds import check_images
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -55,9 +54,7 @@ class ViTClassifier(VisionModule):
 
         Raises ConfigError if patches do not fill the image, and with context parallelism.
         """
-        if problems := image_problems("vit", img_h, img_w, patch_dim):
-            text = "\n  - ".join(problems)
-            raise ConfigError(f"the image classifier cannot be built:\n  - {text}")
+        check_images("the image classifier", "vit", img_h, img_w, patch_dim)
         super().__init__(config)
         self.check_groups(pg_collection)
         self.img_h = img_h

@@ -11,7 +11,6 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 FLAG = "--heterogeneous-layers-config-path"
 FULL, LINEAR, NO_OP = "full", "linear", "no_op"
 _WIDTH_MULTIPLE = 256
-_LARGEST = 1 << 20  # of numbers of heads, and of factors of widths
+_LARGEST = 1 << 20  # width of an MLP
 
 
 @dataclass(frozen=True)
@@ -54,38 +53,13 @@ def layer_shapes(config: TransformerConfig) -> tuple[LayerShape, ...] | None:
         raise ConfigError(f"{FLAG} {str(path or text)[:200]} cannot be read: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("block_configs"), list):
         raise ConfigError(f"{FLAG} {str(path or text)[:200]} has no list block_configs")
-    _check_types(found)
-    problems = _contradictions(found, config)
-    if problems:
-        raise ConfigError("; ".join(problems))
-    return tuple(_layer(block, config.hidden_size) for block in found["block_configs"])
-
-
-def _check_types(found: dict[str, Any]) -> None:
-    """Raise ConfigError for values of wrong types, or too large."""
-    heads = found.get("num_attention_heads", 1)
-    if not _is_number(heads, int):
-        raise ConfigError(f"{FLAG}: num_attention_heads {heads!r:.80}: give a number above 0")
-    for number, block in enumerate(found["block_configs"]):
-        parts = [block.get("attention"), block.get("ffn")] if isinstance(block, dict) else [block]
-        for part in parts:
-            if not isinstance(part, dict | None):
-                raise ConfigError(
-                    f"{FLAG}: entry {number} of block_configs has {part!r:.80}: give an object"
-                )
-            for name, kind in (("n_heads_in_group", int), ("ffn_mult", int | float)):
-                value = (part or {}).get(name)
-                if value is not None and not _is_number(value, kind):
-                    raise ConfigError(
-                        f"{FLAG}: entry {number} of block_configs has {name} {value!r:.80}: give a "
-                        "number above 0"
-                    )
-
-
-def _is_number(value: object, kind: type | UnionType) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    return isinstance(value, kind) and 0 < value <= _LARGEST
+    try:
+        problems = _contradictions(found, config)
+        if not problems:
+            return tuple(_layer(block, config.hidden_size) for block in found["block_configs"])
+    except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"{FLAG} has a value that no such model has: {error!s:.200}") from error
+    raise ConfigError(f"{FLAG}: {'; '.join(problems)}")
 
 
 def _contradictions(found: dict[str, Any], config: TransformerConfig) -> list[str]:
@@ -94,7 +68,7 @@ def _contradictions(found: dict[str, Any], config: TransformerConfig) -> list[st
     given = [(block.get("attention") or {}).get("n_heads_in_group") for block in blocks]
     sizes = {size for size in given if size is not None}
     if len(sizes) > 1:
-        return [f"{FLAG}: n_heads_in_group must be one number for all layers, not {sorted(sizes)}"]
+        return [f"n_heads_in_group must be one number for all layers, not {sorted(sizes)}"]
     heads = found.get("num_attention_heads", config.num_attention_heads)
     groups = heads // next(iter(sizes)) if sizes else config.num_query_groups
     is_swiglu = config.gated_linear_unit and config.activation_func is F.silu
@@ -107,7 +81,7 @@ def _contradictions(found: dict[str, Any], config: TransformerConfig) -> list[st
         ("the activation", found.get("hidden_act", "silu"), "silu" if is_swiglu else "another"),
     )
     return [
-        f"{FLAG} describes {theirs} where {name} is {ours}: make them equal"
+        f"it describes {theirs!s:.80} where {name} is {ours}: make them equal"
         for name, theirs, ours in pairs
         if theirs != ours
     ]
@@ -120,8 +94,11 @@ def _layer(block: dict[str, Any], hidden_size: int) -> LayerShape:
         return LayerShape(attention, mlp)
     factor = ffn.get("ffn_mult")
     if factor is None:
-        raise ConfigError(f"{FLAG}: an ffn block without ffn_mult, no_op or replace_with_linear")
-    return LayerShape(attention, mlp, width_of(factor, hidden_size))
+        raise ConfigError("an ffn block without ffn_mult, no_op or replace_with_linear")
+    width = width_of(factor, hidden_size)
+    if not 0 < width <= _LARGEST:
+        raise ConfigError(f"ffn_mult {factor} gives an MLP of width {width}")
+    return LayerShape(attention, mlp, width)
 
 
 def _kind(part: dict[str, Any]) -> str:

@@ -60,11 +60,10 @@ class DeepEPDispatcher(FlexDispatcher):
         copies = self.expt_tp.size()
         # DeepEP assumes that a rank holds complete experts: with expert tensor parallelism, each
         # shard of an expert is an expert of its own to it.
-        is_kept = routing.experts < self.num_experts
-        block, local = routing.experts // self.num_local, routing.experts % self.num_local
-        shares = block.unsqueeze(-1) * copies + torch.arange(copies, device=x.device)
-        numbers = shares * self.num_local + local.unsqueeze(-1)
-        numbers = numbers.masked_fill(~is_kept.unsqueeze(-1), -1).flatten(1)
+        experts = routing.experts.unsqueeze(-1)
+        shares = experts // self.num_local * copies + torch.arange(copies, device=x.device)
+        numbers = shares * self.num_local + experts % self.num_local
+        numbers = numbers.masked_fill(experts == self.num_experts, -1).flatten(1)
         weights = routing.weights.float().repeat_interleave(copies, dim=1)
         num_experts = self.num_local * self.tp_ep.size()
         sent: list[tuple[list[int], _Handled]] = []

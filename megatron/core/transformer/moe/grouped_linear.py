@@ -124,10 +124,20 @@ class GroupedGemms:
         return x, (x,)
 
     def product(
-        self, rows: Rows, groups: RowGroups, weights: Sequence[Tensor], like: Tensor
+        self,
+        rows: Rows,
+        groups: RowGroups,
+        weights: Sequence[Tensor],
+        like: Tensor,
+        *,
+        of_gradient: bool = False,
     ) -> Tensor:
-        """Multiply rows [m, i] by their experts' weights, in the dtype of ``like``."""
-        return F.grouped_mm(rows, stacked(weights).transpose(1, 2), offs=groups.ends)
+        """Multiply rows [m, i] by their experts' weights, in the dtype of ``like``.
+
+        ``of_gradient``: multiply rows [m, o] by the transposed weights.
+        """
+        whole = stacked(weights)
+        return F.grouped_mm(rows, whole if of_gradient else whole.mT, offs=groups.ends)
 
     def gradient(
         self, grad: Tensor, groups: RowGroups, saved: list[Tensor]
@@ -135,12 +145,6 @@ class GroupedGemms:
         """Return the rows of the output gradient, and a function to make weight gradients."""
         (x,) = saved
         return grad, lambda weights: GroupedWeightGrad(weights, grad, x, groups)
-
-    def product_of_gradient(
-        self, rows: Rows, groups: RowGroups, weights: Sequence[Tensor], like: Tensor
-    ) -> Tensor:
-        """Multiply rows [m, o] by the transposed weights."""
-        return F.grouped_mm(rows, stacked(weights), offs=groups.ends)
 
 
 _DENSE = GroupedGemms()
@@ -195,7 +199,9 @@ class _GroupedLinear(Function[Tensor]):
         grad = grad.contiguous() if len(grad) else grad.new_zeros(grad.shape)
         rows, weight_grad = gemms.gradient(grad, groups, saved)
         needs_x, _, _, *needs = ctx.needs_input_grad
-        grad_x = gemms.product_of_gradient(rows, groups, params, grad) if needs_x else None
+        grad_x: Tensor | None = None
+        if needs_x:
+            grad_x = gemms.product(rows, groups, params, grad, of_gradient=True)
         chosen = [params[k] if needed else None for k, needed in enumerate(needs)]
         item = weight_grad(chosen)
         computed = iter([] if not item.params or is_deferred(item) else item.gradients())

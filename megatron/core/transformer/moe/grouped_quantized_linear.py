@@ -93,13 +93,12 @@ class GroupQuantizer(GroupedGemms):
         recipe = self.recipe
         to = (recipe.forward if which == INPUT else recipe.backward).dtype
         fused = _found("quantize", x)
-        if recipe.block is not None:
-            found = fused.quantize_groups(x, to, ends, block=recipe.block, turned=turned)
-        else:
+        scaling: dict[str, Any] = {"block": recipe.block}
+        if recipe.block is None:
             amax = self._range(which, fused.amax_of_groups(x, ends))
-            margin = recipe.margin if recipe.history else 0
-            found = fused.quantize_groups(x, to, ends, amax=amax, margin=margin, turned=turned)
-        return _Codes(*found[0]), _Codes(*found[1])
+            scaling = {"amax": amax, "margin": recipe.margin if recipe.history else 0}
+        rows, columns = fused.quantize_groups(x, to, ends, turned=turned, **scaling)
+        return _Codes(*rows), _Codes(*columns)
 
     def input(
         self, x: Tensor, groups: RowGroups, needs_weight_grad: bool
@@ -110,10 +109,26 @@ class GroupQuantizer(GroupedGemms):
         return rows, tuple(columns) if saves_codes else (x,)
 
     def product(
-        self, rows: _Codes, groups: RowGroups, weights: Sequence[Tensor], like: Tensor
+        self,
+        rows: _Codes,
+        groups: RowGroups,
+        weights: Sequence[Tensor],
+        like: Tensor,
+        *,
+        of_gradient: bool = False,
     ) -> Tensor:
         """See `GroupedGemms`."""
-        return self._product(rows, groups, self.weights(weights), like, fast=True)
+        block = self.recipe.block or 0
+        y: Tensor = _found("grouped_matmul", rows.codes).product(
+            rows,
+            self.weights(weights, transposed=of_gradient),
+            groups.ends,
+            like.dtype,
+            block=block,
+            is_square=block > 0 and self.recipe.has_square_blocks,
+            fast=not of_gradient,
+        )
+        return y
 
     def gradient(
         self, grad: Tensor, groups: RowGroups, saved: list[Tensor]
@@ -127,22 +142,6 @@ class GroupQuantizer(GroupedGemms):
         return rows, lambda weights: _QuantizedWeightGrad(
             weights, columns, codes, groups, self.recipe
         )
-
-    def product_of_gradient(
-        self, rows: _Codes, groups: RowGroups, weights: Sequence[Tensor], like: Tensor
-    ) -> Tensor:
-        """See `GroupedGemms`."""
-        return self._product(rows, groups, self.weights(weights, transposed=True), like)
-
-    def _product(
-        self, rows: _Codes, groups: RowGroups, weights: _Codes, like: Tensor, *, fast: bool = False
-    ) -> Tensor:
-        block = self.recipe.block or 0
-        is_square = block > 0 and self.recipe.has_square_blocks
-        options = {"block": block, "is_square": is_square, "fast": fast}
-        fused = _found("grouped_matmul", rows.codes)
-        y: Tensor = fused.product(rows, weights, groups.ends, like.dtype, **options)
-        return y
 
     def _range(self, which: int, amax: Tensor) -> Tensor:
         """Return the magnitudes [e] that the scales must represent; note ``amax`` [e]."""
@@ -182,15 +181,11 @@ class GroupQuantizer(GroupedGemms):
         return found
 
     def _quantized(self, whole: Tensor, *, turned: bool) -> _Codes:
-        recipe = self.recipe
+        recipe, fused = self.recipe, _found("quantize", whole)
         to = recipe.forward.dtype
-        fused = _found("quantize", whole)
         if recipe.block is not None:
-            is_square = recipe.has_square_blocks
-            blocks = fused.quantize_matrices(
-                whole, to, recipe.block, is_square=is_square, turned=turned
-            )
-            return _Codes(*blocks)
+            shape = {"is_square": recipe.has_square_blocks, "turned": turned}
+            return _Codes(*fused.quantize_matrices(whole, to, recipe.block, **shape))
         experts, o, i = whole.shape
         rows = whole.reshape(experts * o, i)
         ends = torch.arange(o, experts * o + 1, o, dtype=torch.int32, device=whole.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,7 +49,14 @@ class MoELayer(MegatronModule):
         assert config.num_moe_experts is not None, "a layer of experts needs --num-experts"
         self.has_tensor_ranks = pg_collection.tp.size() > 1
         self.router = TopKRouter(config, layer_number, pg_collection=pg_collection)
-        self.dispatcher = _dispatcher(config, config.num_moe_experts, pg_collection)
+        self.dispatcher: TokenDispatcher
+        sizes = config.num_moe_experts, pg_collection
+        if pg_collection.tp_ep.size() == 1:
+            self.dispatcher = LocalDispatcher(*sizes)
+        elif config.moe_enable_deepep and unsupported_reason(config, device.current()) is None:
+            self.dispatcher = DeepEPDispatcher(*sizes, config.moe_deepep_num_sms)
+        else:
+            self.dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](*sizes)
         self.experts = Experts(
             config, submodules.experts, self.dispatcher.local_experts, pg_collection=pg_collection
         )
@@ -79,7 +85,13 @@ class MoELayer(MegatronModule):
         # Output of the shared experts.  With overlap the dispatcher computes it during its
         # all-to-all, otherwise it is computed after the routed experts.
         shared: list[Tensor] = []
-        compute = partial(self._add_shared, hidden, shared)
+
+        def compute() -> None:
+            mlp = self.shared_experts
+            if mlp is not None:
+                recomputes = self.recomputes_shared and self.training
+                shared.append(checkpoint(mlp, False, hidden) if recomputes else mlp(hidden))
+
         meanwhile = compute if self.config.moe_shared_expert_overlap else None
         arrived = self.dispatcher.dispatch(hidden.flatten(0, 1), routing, meanwhile)
         if self.config.moe_pad_expert_input_to_capacity and routing.capacity is not None:
@@ -95,21 +107,3 @@ class MoELayer(MegatronModule):
         if not shared:
             compute()
         return sum(shared, y), None
-
-    def _add_shared(self, hidden: Tensor, shared: list[Tensor]) -> None:
-        if self.shared_experts is None:
-            return
-        if self.recomputes_shared and self.training:
-            shared.append(checkpoint(self.shared_experts, False, hidden))
-        else:
-            shared.append(self.shared_experts(hidden))
-
-
-def _dispatcher(
-    config: TransformerConfig, num_experts: int, groups: ProcessGroupCollection
-) -> TokenDispatcher:
-    if groups.tp_ep.size() == 1:
-        return LocalDispatcher(num_experts, groups)
-    if config.moe_enable_deepep and unsupported_reason(config, device.current()) is None:
-        return DeepEPDispatcher(num_experts, groups, config.moe_deepep_num_sms)
-    return DISPATCHERS[config.moe_token_dispatcher_type](num_experts, groups)

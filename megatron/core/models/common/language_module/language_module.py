@@ -25,7 +25,6 @@ from megatron.core.packed_seq_params import PackedSeqParams, position_in_sequenc
 from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, name_parameters, set_info
-from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.cross_entropy import true_columns, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, check_token_ids
@@ -169,8 +168,7 @@ class LanguageModule(MegatronModule):
         if self.share_embeddings_and_output_weights:
             rename["output_layer.weight"] = "embedding.word_embeddings.weight"
         name_parameters(self, rename)
-        config = self.config
-        initialize_parameters(self, config.init_seed, random=config.perform_initialization)
+        self.fill_parameters()
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
         """Return the word embedding, or on the last stage its copy or the output weight."""
@@ -286,8 +284,7 @@ class LanguageModule(MegatronModule):
         followed by `compute_language_model_loss`, which are used if the output layer is of another
         class or has another matmul.
         """
-        hidden = self.scaled(hidden)
-        config = self.config
+        hidden, config = self.scaled(hidden), self.config
         layer, weight, cap = self.output_layer, self.output_weight(), config.final_logit_softcapping
         is_usual = (
             type(layer) is ColumnParallelLinear

@@ -7,7 +7,6 @@ from torch import Tensor
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import name_parameters
-from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -79,5 +78,4 @@ class VisionModule(MegatronModule):
         """Assign global names, and initialize with the seed of the config."""
         layers = enumerate(self.decoder.layer_range)
         name_parameters(self, {f"decoder.layers.{i}.": f"decoder.layers.{n}." for i, n in layers})
-        config = self.config
-        initialize_parameters(self, config.init_seed, random=config.perform_initialization)
+        self.fill_parameters()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -20,7 +21,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     LayerShape,
     layer_shapes,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec, Slot
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -58,14 +59,12 @@ def get_gpt_heterogeneous_layer_spec(
     shapes = layer_shapes(config)
     if shapes is None or block.layer_specs is None:
         return block
-    pairs = zip(block.layer_specs, shapes, strict=True)
-    specs = [_shaped(spec, shape) for spec, shape in pairs]
+    specs = list(map(_shaped, block.layer_specs, shapes))
     return TransformerBlockSubmodules(specs, block.layer_norm)
 
 
-def _shaped(spec: Slot, shape: LayerShape) -> ModuleSpec:
+def _shaped(spec: Any, shape: LayerShape) -> ModuleSpec:
     """Return the layer of ``spec`` with the submodules that ``shape`` describes."""
-    assert isinstance(spec, ModuleSpec), "from get_gpt_decoder_block_spec"
     slots = spec.submodules
     if shape.attention == LINEAR:
         slots = replace(slots, self_attention=LinearReplacement)
@@ -78,4 +77,5 @@ def _shaped(spec: Slot, shape: LayerShape) -> ModuleSpec:
         slots = replace(slots, mlp=LinearReplacement)
     else:
         slots = without_mlp(slots)
-    return replace(spec, submodules=slots)
+    shaped: ModuleSpec = replace(spec, submodules=slots)
+    return shaped

@@ -22,7 +22,6 @@ from megatron.core.models.mimo.submodules.base import ModalitySubmodules
 from megatron.core.models.multimodal.context_parallel import held_positions, split_over_ranks
 from megatron.core.packed_seq_params import AttentionMask
 from megatron.core.params.param_info import info_of, name_parameters, prefix_names, set_info
-from megatron.core.params.param_init import initialize_parameters
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module, get_module
 
@@ -79,8 +78,7 @@ class MimoModel(MegatronModule):
                 prefix_names(part, f"modality_submodules.{kind}.{name}.")
                 _mark_copies(part, kind, self.pg_collection.tp)
         prefix_names(self.language_model, "language_model.")
-        config = self.config
-        initialize_parameters(self, config.init_seed, random=config.perform_initialization)
+        self.fill_parameters()
 
     def freeze(
         self, *, language_model: bool = False, encoders: bool = False, projections: bool = False
@@ -163,12 +161,11 @@ class MimoModel(MegatronModule):
         if not modality_embeddings:
             raise DataError("no embeddings are given: give at least those of one modality")
         found = dict(modality_embeddings)
-        any_found = next(iter(found.values()))
-        text = any_found.new_zeros(*input_ids.shape, any_found.shape[-1])
+        like = next(iter(found.values()))
+        text = like.new_zeros(*input_ids.shape, like.shape[-1])
         if TEXT in found:
             is_text = ~_is_special(input_ids, special_token_ids)
-            _check_number(TEXT, found[TEXT], is_text)
-            text = _placed(text, found.pop(TEXT), is_text)
+            text = _placed(TEXT, text, found.pop(TEXT), is_text)
         return self._merged(text, found, input_ids, special_token_ids).transpose(0, 1).contiguous()
 
     def _merged(
@@ -183,9 +180,7 @@ class MimoModel(MegatronModule):
             if name not in special:
                 raise DataError(f"special_token_ids has no token for the modality {name}")
             is_there = input_ids == special[name]
-            if self.reads_values:
-                _check_number(name, embeddings, is_there)
-            text = _placed(text, embeddings, is_there)
+            text = _placed(name, text, embeddings, is_there, checks=self.reads_values)
         return text
 
     def _modality_embeddings(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -246,16 +241,17 @@ def _is_special(input_ids: Tensor, special_token_ids: Mapping[str, int]) -> Tens
     return found
 
 
-def _check_number(name: str, found: Tensor, is_there: Tensor) -> None:
-    if not device.is_cuda(is_there.device) and (count := int(is_there.sum())) != len(found):
-        raise DataError(
-            f"the ids have {count} tokens of the modality {name}, and it has {len(found)} "
-            "embeddings: give one token for each embedding"
-        )
-
-
-def _placed(text: Tensor, found: Tensor, is_there: Tensor) -> Tensor:
+def _placed(
+    name: str, text: Tensor, found: Tensor, is_there: Tensor, *, checks: bool = True
+) -> Tensor:
     """Put the rows of ``found`` [n, h] where ``is_there`` [b, s] is true, in reading order."""
+    if checks and not device.is_cuda(is_there.device):
+        count = int(is_there.sum())
+        if count != len(found):
+            raise DataError(
+                f"the ids have {count} tokens of the modality {name}, and it has {len(found)} "
+                "embeddings: give one token for each embedding"
+            )
     if not len(found):  # the sum is 0; its gradient reaches an encoder that encoded zeros
         return text + found.sum().to(text.dtype)
     index = (is_there.flatten().cumsum(0) - 1).clamp(0, len(found) - 1).view_as(is_there)
