@@ -112,19 +112,17 @@ def _carry_out(spec: _Spec) -> str | None:
     where = f"injected by {_VARIABLE} at {spec.point}"
     if spec.kind in _BY_CALLER:
         return spec.kind
-    if spec.kind == "raise":
-        raise InjectedFault(where)
-    if spec.kind == "enospc":
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({where})")
-    if spec.kind == "oom":
-        raise MemoryError(where)
+    errors = {
+        "raise": InjectedFault(where),
+        "enospc": OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({where})"),
+        "oom": MemoryError(where),
+    }
+    if spec.kind in errors:
+        raise errors[spec.kind]
     if spec.kind == "exit":
         os._exit(1)
-    if spec.kind == "slow":
-        time.sleep(spec.seconds)
-    elif spec.kind == "hang":
-        while True:
-            time.sleep(60)
+    if spec.kind in ("slow", "hang"):
+        time.sleep(spec.seconds if spec.kind == "slow" else 1e9)
     else:
         os.kill(os.getpid(), signal.SIGKILL if spec.kind == "kill" else signal.SIGSTOP)
     return None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -27,12 +27,6 @@ MAX_LOG_LEVEL = 2
 CONSOLE = "console"
 TENSORBOARD = "tensorboard"
 _NAME_WIDTH = 48
-
-
-class ScalarWriter(Protocol):
-    """Interface of TensorBoard's SummaryWriter."""
-
-    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
 
 
 class Timer:
@@ -191,7 +185,7 @@ class Timers:
     def write(
         self,
         names: Sequence[str],
-        writer: ScalarWriter | None,
+        writer: Any,
         iteration: int,
         normalizer: float = 1.0,
         reset: bool = True,
@@ -199,7 +193,8 @@ class Timers:
     ) -> None:
         """Write the largest time over ranks as scalars ``{name}-time``, in seconds.  Collective.
 
-        ``writer`` is None on ranks that do not write.  Does not move the console's marks.
+        ``writer``: TensorBoard's SummaryWriter, None on ranks that do not write.  Does not move the
+        console's marks.
         """
         assert normalizer > 0, f"normalizer is {normalizer}, must be positive"
         times_s = self.times_s(names, reset=reset, barrier=barrier, reader=TENSORBOARD)

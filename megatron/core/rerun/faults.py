@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from megatron.core.config.errors import ConfigError
@@ -207,16 +208,15 @@ def steps_to_skip(path: str) -> list[int]:
     disabled, those that one rank rejected twice.  Raises ConfigError for a line of another form.
     """
     found: Counter[tuple[int, int]] = Counter()
-    skipped: set[int] = set()
     try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
+        lines = Path(path).read_text("utf-8").splitlines()
     except FileNotFoundError:
         return []  # no result was rejected yet
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--result-rejected-tracker-filename {path} cannot be read: {error}; correct the path"
         ) from None
+    weights = {"second_rerun_reproducible": 2, "initial_run": 1}
     for number, line in enumerate(lines, start=1):
         match = _TRACKED.match(line)
         if match is None:
@@ -224,11 +224,6 @@ def steps_to_skip(path: str) -> list[int]:
                 f"--result-rejected-tracker-filename {path}: line {number} is no record of a "
                 "rejected result: remove the line, or name another file"
             )
-        rank = int(match[1])
-        iteration = int(match[2])
-        status = match[3].lower()
-        if status == RerunValidationStatus.SECOND_RERUN_REPRODUCIBLE.value:
-            skipped.add(iteration)
-        elif status == RerunValidationStatus.INITIAL_RUN.value:
-            found[rank, iteration] += 1
-    return sorted(skipped | {iteration for (_, iteration), n in found.items() if n > 1})
+        rank, iteration, status = match.groups()
+        found[int(rank), int(iteration)] += weights.get(status.lower(), 0)
+    return sorted({iteration for (_, iteration), weight in found.items() if weight > 1})

@@ -210,7 +210,10 @@ def run(fn: Callable[..., T], world_size: int, *args: object) -> list[T | None]:
         with contextlib.ExitStack() as life:
             life.push(baton.end)
             baton.begin(rank)
-            with _default_group(rank, world_size, store):
+            dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
+            life.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+            # Run backward in the rank's own thread: autograd's device threads serve all ranks.
+            with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = fn(rank, world_size, *args)
 
     with _shared_process(world_size), transport.network_of(baton):
@@ -249,18 +252,6 @@ def without_groups() -> Iterator[None]:
         _set_thread_isolation_mode(False)
         for (owner, name), value in zip(places, before, strict=True):
             setattr(owner, name, value)
-
-
-@contextlib.contextmanager
-def _default_group(rank: int, world_size: int, store: dist.Store) -> Iterator[None]:
-    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
-    try:
-        # Run backward in the rank's own thread: autograd's device threads serve all ranks.
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 @contextlib.contextmanager

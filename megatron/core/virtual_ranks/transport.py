@@ -14,7 +14,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,12 +40,6 @@ _ONE_WITH_ANOTHER: dict[_Operation, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.BOR: Tensor.bitwise_or_,
     dist.ReduceOp.BXOR: Tensor.bitwise_xor_,
 }
-
-
-class _Reduces(Protocol):
-    """Options that torch passes to a reduction."""
-
-    reduceOp: dist.ReduceOp
 
 
 @dataclass(frozen=True)
@@ -127,31 +121,27 @@ class VirtualGroup(dist.ProcessGroup):
     def barrier(self, opts: object = None) -> VirtualWork:
         return self._meet("barrier", [_Part((), {})])
 
-    def allreduce(self, tensors: Tensors, opts: _Reduces) -> VirtualWork:
+    def allreduce(self, tensors: Tensors, opts: Any) -> VirtualWork:
         return self._meet("all_reduce", [_Part([t], {0: t}) for t in tensors], opts)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Tensors, opts: dist.ReduceOptions) -> VirtualWork:
+    def reduce(self, tensors: Tensors, opts: Any) -> VirtualWork:
         root = opts.rootRank
         part = _Part(tensors, {0: tensors[0]} if self._me == root else {})
         return self._meet("reduce", [part], opts, f" to rank {self._ranks[root]}")
 
-    def broadcast(self, tensors: Tensors, opts: dist.BroadcastOptions) -> VirtualWork:
+    def broadcast(self, tensors: Tensors, opts: Any) -> VirtualWork:
         root = opts.rootRank
         parts = [_Part([t], {} if self._me == root else {root: t}) for t in tensors]
         return self._meet(f"broadcast from rank {self._ranks[root]}", parts)
 
-    def scatter(
-        self, outputs: Tensors, inputs: Sequence[Tensors], opts: dist.ScatterOptions
-    ) -> VirtualWork:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> VirtualWork:
         root = opts.rootRank
         part = _Part(inputs[0] if self._me == root else (), {root: outputs[0]})
         return self._meet(f"scatter from rank {self._ranks[root]}", [part])
 
-    def gather(
-        self, outputs: Sequence[Tensors], inputs: Tensors, opts: dist.GatherOptions
-    ) -> VirtualWork:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> VirtualWork:
         root = opts.rootRank
         part = _Part(inputs, dict(enumerate(outputs[0] if self._me == root else ())))
         return self._meet(f"gather to rank {self._ranks[root]}", [part])
@@ -170,17 +160,15 @@ class VirtualGroup(dist.ProcessGroup):
     ) -> VirtualWork:
         return self.allgather([self._chunks(o) for o in outputs], [i.view(-1) for i in inputs])
 
-    def reduce_scatter(
-        self, outputs: Tensors, inputs: Sequence[Tensors], opts: _Reduces
-    ) -> VirtualWork:
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> VirtualWork:
         parts = [_Part(i, {0: o}) for o, i in zip(outputs, inputs, strict=True)]
         return self._meet("reduce_scatter", parts, opts)
 
-    def reduce_scatter_single(self, output: Tensor, input_: Tensor, opts: _Reduces) -> VirtualWork:
+    def reduce_scatter_single(self, output: Tensor, input_: Tensor, opts: Any) -> VirtualWork:
         return self.reduce_scatter_single_coalesced([output], [input_], opts)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: _Reduces
+        self, outputs: Tensors, inputs: Tensors, opts: Any
     ) -> VirtualWork:
         chunks = [self._chunks(i) for i in inputs]
         return self.reduce_scatter([o.view(-1) for o in outputs], chunks, opts)
@@ -218,7 +206,7 @@ class VirtualGroup(dist.ProcessGroup):
         return tensor.view(self.size(), -1).unbind()
 
     def _meet(
-        self, name: str, parts: Sequence[_Part], opts: _Reduces | None = None, to: str = ""
+        self, name: str, parts: Sequence[_Part], opts: Any = None, to: str = ""
     ) -> VirtualWork:
         """Join the next collectives of the group, one for each of ``parts``.
 
@@ -226,7 +214,7 @@ class VirtualGroup(dist.ProcessGroup):
         """
         op: _Operation | None = None
         if opts is not None:
-            op = opts.reduceOp.op  # type: ignore[attr-defined]  # missing in torch's stub
+            op = opts.reduceOp.op
             name += f"({str(op).rpartition('.')[2]}){to}"
         begun = []
         for part in parts:

@@ -23,7 +23,7 @@ from megatron.training.callbacks.records import EvalRecord, SinkList, StepRecord
 from megatron.training.callbacks.user import user_values
 from megatron.training.checkpointing.checkpointer import CheckpointEvent
 from megatron.training.estimates.flops import causal_model_flops, num_floating_point_operations
-from megatron.training.estimates.peak_flops import Peak, device_peak
+from megatron.training.estimates.peak_flops import known_peak
 from megatron.training.estimates.theoretical_memory import print_memory
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import (
@@ -54,7 +54,7 @@ class Metrics(Callback):
         self._sinks = sinks
         self._energy = energy
         self._interval = Interval()
-        self._peak: Peak | None = None
+        self._peak_flops_per_s: float | None = None
         self._steps_since_write = 0
         self._stall_s = 0.0  # time spent in saves since the last write
         self._memory_is_reported = False
@@ -64,12 +64,15 @@ class Metrics(Callback):
 
     def on_train_start(self, run: TrainingRun) -> None:
         if run.config.logging.log_throughput and run.is_last_loss_rank:
-            self._peak = device_peak(run.config.model.params_dtype)
-            print(
-                " > MFU: model FLOPs with causal attention, as a share of "
-                f"{self._peak.flops_per_s / 1e12:.4g} TFLOP/s per rank ({self._peak.source})",
-                flush=True,
-            )
+            name = device.name()
+            self._peak_flops_per_s = peak = known_peak(name)
+            text = f" omitted: the peak FLOP/s of {name} is not known"
+            if peak is not None:
+                text = (
+                    f": model FLOPs with causal attention, as a share of {peak / 1e12:.4g} "
+                    f"TFLOP/s per rank (dense bf16 peak of {name})"
+                )
+            print(f" > MFU{text}", flush=True)
         if self._energy is not None:
             self._energy.start()
         run.timers(_INTERVAL_TIMER, log_level=0).start(barrier=True)
@@ -199,7 +202,9 @@ class Metrics(Callback):
         elapsed_s = run.timers(_INTERVAL_TIMER).elapsed(barrier=True)
         joules = None if self._energy is None else self._energy.lap_joules()
         ended, self._interval = self._interval, Interval()
-        return ended.fields(run, elapsed_s, joules, self._peak) if run.is_last_loss_rank else None
+        if not run.is_last_loss_rank:
+            return None
+        return ended.fields(run, elapsed_s, joules, self._peak_flops_per_s)
 
     def _report_memory(self, run: TrainingRun) -> None:
         self._memory_is_reported = True
@@ -278,6 +283,9 @@ def step_values(run: TrainingRun, result: StepResult) -> dict[str, float]:
     return {tag: value for tag, value in values.items() if value is not None}
 
 
+_Sums = dict[str, tuple[Tensor | float, int]]
+
+
 class Interval:
     """Sums over the steps of an interval; reads no value from the device before `fields`."""
 
@@ -289,15 +297,18 @@ class Interval:
         self._num_tokens = 0
         self._flops = 0.0  # by Megatron-LM's formula
         self._causal_flops = 0.0
-        self._losses = _Sums()  # of steps with an update
-        self._losses_of_skipped = _Sums()
+        # Loss -> sum and number of values, of steps with an update and of skipped steps.
+        self._losses: tuple[_Sums, _Sums] = {}, {}
 
     def add(self, run: TrainingRun, result: StepResult) -> None:
         """Add one step."""
         self._last = result
         self._num_skipped += int(result.skipped)
         self._num_nan += int(result.nan)
-        (self._losses_of_skipped if result.skipped else self._losses).add(result.losses)
+        sums = self._losses[result.skipped]
+        for key, value in result.losses.items():
+            total, count = sums.get(key, (0.0, 0))
+            sums[key] = total + value, count + 1
         self._num_steps += 1
         self._num_tokens += result.num_tokens
         if run.config.logging.log_throughput:
@@ -306,18 +317,19 @@ class Interval:
             self._causal_flops += causal_model_flops(*sizes).total
 
     def fields(
-        self, run: TrainingRun, elapsed_s: float, joules: float | None, peak: Peak | None
+        self, run: TrainingRun, elapsed_s: float, joules: float | None, peak: float | None
     ) -> dict[str, float]:
         """Return label -> value, in the order of the console line.
 
-        ``elapsed_s`` is the time of all steps, ``joules`` the energy of all ranks.  Losses are
+        ``elapsed_s`` is the time of all steps, ``joules`` the energy of all ranks, ``peak`` the
+        FLOP/s of a device.  Losses are
         means over the steps with an update, or over the skipped steps if there is no other.
         """
         last = self._last
         assert last is not None, "an interval has at least one step"
         device_s = elapsed_s * run.config.world_size
         has_rates = run.config.logging.log_throughput
-        losses = self._losses if self._num_steps > self._num_skipped else self._losses_of_skipped
+        losses = self._losses[self._num_steps == self._num_skipped]
         values: dict[str, float | None] = {
             "consumed samples": run.state.consumed_train_samples,
             "skipped samples": run.state.skipped_train_samples or None,
@@ -332,7 +344,7 @@ class Interval:
             "learning rate": last.learning_rate,
             "decoupled learning rate": last.decoupled_learning_rate,
             "global batch size": last.batch_size,
-            **losses.means(),
+            **{key: float(total) / count for key, (total, count) in losses.items()},
             "loss scale": last.loss_scale,
             "grad norm": None if last.grad_norm is None else float(last.grad_norm),
             "num zeros": None if last.num_zeros is None else float(last.num_zeros),
@@ -340,23 +352,6 @@ class Interval:
             "number of skipped iterations": self._num_skipped,
             "number of nan iterations": self._num_nan,
             "tokens/s": self._num_tokens / elapsed_s if has_rates else None,
-            "MFU": (
-                None if peak is None else 100.0 * self._causal_flops / (device_s * peak.flops_per_s)
-            ),
+            "MFU": (None if peak is None else 100.0 * self._causal_flops / (device_s * peak)),
         }
         return {label: value for label, value in values.items() if value is not None}
-
-
-class _Sums:
-    """Sum and number of the values of each key."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[Tensor | float, int]] = {}
-
-    def add(self, values: Mapping[str, Tensor | float]) -> None:
-        for key, value in values.items():
-            total, count = self._sums.get(key, (0.0, 0))
-            self._sums[key] = (total + value, count + 1)
-
-    def means(self) -> dict[str, float]:
-        return {key: float(total) / count for key, (total, count) in self._sums.items()}

@@ -39,7 +39,9 @@ class LoggingConfig:
         at_least=1,
         at_most=INT64_MAX,
     )
-    log_throughput: bool = _logging(False, "Log TFLOP/s, tokens/s and MFU per device.")
+    log_throughput: bool = _logging(
+        False, "Log TFLOP/s, tokens/s and, on known GPUs, MFU per device."
+    )
     log_progress: bool = _logging(
         False, "Write steps, tokens and FLOPs to progress.txt beside the checkpoints."
     )

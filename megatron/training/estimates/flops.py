@@ -56,8 +56,8 @@ class _Stack:
 class ModelFlops:
     """FLOPs of training on one batch, by kind of operation."""
 
-    linear: float  # GEMMs with weights: projections, MLP, logits
-    attention: float  # query-key and score-value GEMMs; convolutions and scans
+    linear: float = 0.0  # GEMMs with weights: projections, MLP, logits
+    attention: float = 0.0  # query-key and score-value GEMMs; convolutions and scans
 
     @property
     def total(self) -> float:
@@ -109,10 +109,9 @@ def image_flops(config: RunConfig) -> ModelFlops:
     if kind.classifies_images:  # the first layer needs no gradient of pixels
         patches = num_patches(config.vision) * pixels_of_patch(config.vision)
         embedding = (FORWARD_AND_BACKWARD - 1) * patches * config.model.hidden_size
-        return ModelFlops(linear=float(MULTIPLY_ADD * embedding), attention=0.0)
-    if not kind.reads_images:
-        return ModelFlops(linear=0.0, attention=0.0)
-    found = [_encoder_flops(config, encoder) for encoder in encoders_of(config)]
+        return ModelFlops(linear=float(MULTIPLY_ADD * embedding))
+    encoders = encoders_of(config) if kind.reads_images else ()
+    found = [_encoder_flops(config, encoder) for encoder in encoders]
     return ModelFlops(
         linear=sum(each.linear for each in found), attention=sum(each.attention for each in found)
     )

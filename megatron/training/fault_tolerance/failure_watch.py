@@ -397,7 +397,14 @@ class StallReport:
         elif pause_s > min(_SHARE * self._timeout_s, patience_s) and not self._has_reported:
             self._report(store, f"nothing has moved for {pause_s:.0f} s")
             if self._patience_s < self._timeout_s:
-                self._call_all(store)
+                # Call for reports; of several ranks that do, the first one prints the summary.
+                number = int((store.get(_CALLED_FOR) or "0 0").split()[1]) + 1
+                me = str(self._rank)
+                if store.set_first(f"{_CALLED_FOR}{number}", me) == me:
+                    for rank in range(self._world_size):  # answers to earlier calls
+                        store.set(f"{_LINE}{rank}", "")
+                    store.set(_CALLED_FOR, f"{me} {number}")
+                    self._polls_until_summary = _POLLS_FOR_SUMMARY
         if self._patience_s < self._timeout_s:
             self.answer(store)
             if self._polls_until_summary:  # this rank has called for reports
@@ -416,15 +423,6 @@ class StallReport:
         if call is not None and call != self._answered:
             self._answered = call
             self._report(store, f"rank {call.split()[0]} waits for another rank")
-
-    def _call_all(self, store: RunStore) -> None:
-        """Call for reports; of several ranks that do, the first one prints the summary."""
-        number = int((store.get(_CALLED_FOR) or "0 0").split()[1]) + 1
-        if store.set_first(f"{_CALLED_FOR}{number}", str(self._rank)) == str(self._rank):
-            for rank in range(self._world_size):  # answers to earlier calls
-                store.set(f"{_LINE}{rank}", "")
-            store.set(_CALLED_FOR, f"{self._rank} {number}")
-            self._polls_until_summary = _POLLS_FOR_SUMMARY
 
     def summary(self, store: RunStore) -> str:
         """Return one line per group of ranks with equal reports, the smallest group last."""

@@ -225,13 +225,14 @@ def _cost(run: _PlannedRank, shapes: KnownShapes | None) -> RankCost:
     messages, dtype = messages_of(
         run.config.model, run.groups, tokens, num_stages, shape_adjustment(run.model_chunks[0])
     )
-    trial = _Trial(run, tracker, messages, dtype)
     with tracker:
-        passes = {
-            (kind, chunk): cost
-            for chunk in range(len(run.model_chunks))
-            for kind, cost in trial.passes(chunk).items()
-        }
+        passes = {}
+        for number in range(len(run.model_chunks)):
+            neighbours = _Neighbours(
+                run.placement, run.groups.pp, StepHooks(), shapes=messages, dtype=dtype
+            )
+            for kind, cost in _passes(run, tracker, neighbours, number).items():
+                passes[kind, number] = cost
         alive = tracker.alive
         for chunk in run.model_chunks:  # weights that FSDP2 keeps gathered hide the shards
             for unit in getattr(chunk, "units", ()):
@@ -261,78 +262,44 @@ def _cost(run: _PlannedRank, shapes: KnownShapes | None) -> RankCost:
     )
 
 
-class _Trial:
-    """Sends micro-batches through one chunk at a time and measures each pass."""
+def _passes(
+    run: _PlannedRank, tracker: Tracker, neighbours: _Neighbours, chunk: int
+) -> dict[PassKind, PassCost]:
+    """Return the costs of the passes of one micro-batch through ``chunk``.
 
-    def __init__(
-        self,
-        run: _PlannedRank,
-        tracker: Tracker,
-        shapes: list[tuple[int, int, int]],
-        dtype: torch.dtype,
-    ) -> None:
-        self.run = run
-        self.tracker = tracker
-        self.shapes = shapes
-        self.dtype = dtype
-
-    def passes(self, chunk: int) -> dict[PassKind, PassCost]:
-        """Return the costs of the passes of one micro-batch through ``chunk``.
-
-        One micro-batch precedes it, so that tables and gradients exist, and it is not the last of
-        the step.
-        """
-        run = self.run
-        model = run.config.model
-        neighbours = _Neighbours(
-            run.placement, run.groups.pp, StepHooks(), shapes=self.shapes, dtype=self.dtype
-        )
-        has_weight = model.pipeline_schedule is not None and model.pipeline_schedule[:2] == "zb"
-        kinds: list[PassKind] = ["forward", "backward"]
-        kinds += ["weight"] if has_weight else []
-        is_deferred = model.defer_embedding_wgrad_compute and run.groups.pp.size() > 1
-        executor = Executor(
-            run.model_chunks,
-            [_micro_batches(run.config, run.placement.num_stages)] * len(run.model_chunks),
-            run.placement,
-            run.groups.pp.rank(),
-            StepTask(
-                forward_step_func=partial(_forward_step, run),
-                rule=LossRule(
-                    num_microbatches=3,
-                    per_token=model.calculate_per_token_loss,
-                    cp_group=run.groups.cp,
-                ),
-                hooks=StepHooks(grad_scale_func=run.optimizer.scale_loss),
-                num_deferred=3 if is_deferred else 0,
+    One micro-batch precedes it, so that tables and gradients exist, and it is not the last of the
+    step.
+    """
+    model = run.config.model
+    has_weight = model.pipeline_schedule is not None and model.pipeline_schedule[:2] == "zb"
+    kinds: list[PassKind] = ["forward", "backward"]
+    kinds += ["weight"] if has_weight else []
+    is_deferred = model.defer_embedding_wgrad_compute and run.groups.pp.size() > 1
+    executor = Executor(
+        run.model_chunks,
+        [_micro_batches(run.config, run.placement.num_stages)] * len(run.model_chunks),
+        run.placement,
+        run.groups.pp.rank(),
+        StepTask(
+            forward_step_func=partial(_forward_step, run),
+            rule=LossRule(
+                num_microbatches=3,
+                per_token=model.calculate_per_token_loss,
+                cp_group=run.groups.cp,
             ),
-            neighbours,
-        )
-        executor.begin([Work(kind, i, chunk) for i in range(3) for kind in kinds])
-        for kind in kinds:
-            self._pass(executor, neighbours, Work(kind, 0, chunk))
-        costs: dict[PassKind, PassCost] = {
-            "forward": self._pass(executor, neighbours, Work("forward", 1, chunk))
-        }
-        gathered = 0  # bytes of weights that forward leaves gathered for backward, which frees them
-        if is_fully_sharded(run.config.ddp) and reshards_after_forward(run.config.ddp):
-            params = run.model_chunks[chunk].parameters()
-            gathered = storage_bytes(p for p in params if local_part(p) is p)
-        costs |= {
-            kind: self._pass(executor, neighbours, Work(kind, 1, chunk)) for kind in kinds[1:]
-        }
-        forward = costs["forward"]
-        backward = costs["backward"]
-        costs["forward"] = replace(forward, kept=forward.kept - gathered, gathered=gathered)
-        costs["backward"] = replace(backward, kept=backward.kept + gathered, gathered=gathered)
-        return costs
+            hooks=StepHooks(grad_scale_func=run.optimizer.scale_loss),
+            num_deferred=3 if is_deferred else 0,
+        ),
+        neighbours,
+    )
+    executor.begin([Work(kind, i, chunk) for i in range(3) for kind in kinds])
 
-    def _pass(self, executor: Executor, neighbours: _Neighbours, work: Work) -> PassCost:
+    def cost_of(kind: PassKind, microbatch: int) -> PassCost:
         neighbours.received = 0
-        measured = self.tracker.measure(partial(executor.do, work))
-        with_result = self.tracker.alive
+        measured = tracker.measure(partial(executor.do, Work(kind, microbatch, chunk)))
+        with_result = tracker.alive
         neighbours.handed_on = None
-        handed_on = with_result - self.tracker.alive
+        handed_on = with_result - tracker.alive
         message = neighbours.received
         return PassCost(
             peak=measured.peak - message,
@@ -340,6 +307,18 @@ class _Trial:
             handed_on=handed_on,
             sent=measured.sent,
         )
+
+    for kind in kinds:
+        cost_of(kind, 0)
+    forward = cost_of("forward", 1)
+    gathered = 0  # bytes of weights that forward leaves gathered for backward, which frees them
+    if is_fully_sharded(run.config.ddp) and reshards_after_forward(run.config.ddp):
+        params = run.model_chunks[chunk].parameters()
+        gathered = storage_bytes(p for p in params if local_part(p) is p)
+    later = {kind: cost_of(kind, 1) for kind in kinds[1:]}
+    backward = later["backward"]
+    later["backward"] = replace(backward, kept=backward.kept + gathered, gathered=gathered)
+    return {"forward": replace(forward, kept=forward.kept - gathered, gathered=gathered), **later}
 
 
 def _forward_step(

@@ -111,20 +111,20 @@ def folder_problems(config: RunConfig) -> Iterator[str]:
         ("--tensorboard-dir", config.logging.tensorboard_dir),
         ("--config-logger-dir", config.model.config_logger_dir or None),
     ):
-        if folder is not None and (reason := _why_not_writable(Path(folder))) is not None:
+        if folder is None:
+            continue
+        reason = None
+        try:
+            path = Path(folder)
+            existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+            if not existing.is_dir():
+                reason = f"{existing} is not a folder"
+            elif not os.access(existing, os.W_OK | os.X_OK):
+                reason = f"this user may not write into {existing}"
+        except OSError as error:
+            reason = error.strerror
+        if reason is not None:
             yield f"{flag} {folder}: {reason}; choose another folder, or change its permissions"
-
-
-def _why_not_writable(folder: Path) -> str | None:
-    try:
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    except OSError as error:
-        return str(error.strerror)
-    if not existing.is_dir():
-        return f"{existing} is not a folder"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return f"this user may not write into {existing}"
-    return None
 
 
 def _whole_number(text: str) -> int | None:

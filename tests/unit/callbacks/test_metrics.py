@@ -24,7 +24,6 @@ from megatron.training.callbacks.metrics_file import MetricsFileSink
 from megatron.training.callbacks.records import EvalRecord, Sink, SinkList, StepRecord
 from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.wandb import WandbSink
-from megatron.training.estimates.peak_flops import Peak
 from megatron.training.step.run import CallbackList, EvalResult
 from tests.support.callback_calls import fake_run, run_config, step_result
 from tests.support.log_parser import TrainingLine, ValidationLine, parse_log
@@ -73,8 +72,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_all_places_get_the_same_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On a busy machine the measured peak has a problem, and there is no MFU.
-    monkeypatch.setattr(metrics_module, "device_peak", lambda dtype: Peak(1e9, "made up"))
+    monkeypatch.setattr(metrics_module, "known_peak", lambda name: 1e9)
     run = fake_run(
         f"--log-throughput --log-params-norm --log-num-zeros-in-grad "
         f"--tensorboard-dir {tmp_path / 'tb'} --log-validation-ppl-to-tensorboard"
@@ -239,7 +237,7 @@ def test_throughput_and_mfu_follow_from_flops_and_time(monkeypatch: pytest.Monke
     run = fake_run("--log-throughput")
     recorder = Recorder()
     metrics = Metrics(sinks_of(lambda: recorder))
-    monkeypatch.setattr(metrics_module, "device_peak", lambda dtype: Peak(1e9, "made up"))
+    monkeypatch.setattr(metrics_module, "known_peak", lambda name: 1e9)
     metrics.on_train_start(run)
     now[0] += 2.0
     step(run, metrics)

@@ -104,7 +104,7 @@ def test_a_damaged_state_file_gives_the_defaults(tmp_path: Path, text: str) -> N
 
 
 def test_a_stopped_rank_is_the_likeliest_cause() -> None:
-    stopped = likely_cause(replace(BEAT, sign_ns=9, is_in_collective=True), is_stopped=True)
+    stopped = likely_cause(replace(BEAT, sign_ns=9, is_in_collective=True), stopped=True)
     outside = likely_cause(replace(BEAT, sign_ns=7, is_in_collective=False))
     oldest = likely_cause(replace(BEAT, sign_ns=3))
     other = likely_cause(replace(BEAT, sign_ns=4))

@@ -47,14 +47,15 @@ class _Crossings(TorchDispatchMode):
     ],
 )
 def test_nothing_crosses_over(monkeypatch: pytest.MonkeyPatch, ranks: int, words: str) -> None:
-    crossings, run_pass = _Crossings(), rank._Trial._pass
+    crossings = _Crossings()
+    run_pass = rank.Executor.do
 
-    def watched(trial: Any, executor: Any, neighbours: Any, work: Any) -> Any:
+    def watched(executor: Any, work: Any) -> Any:
         if work.microbatch == 0:  # makes what is kept
-            return run_pass(trial, executor, neighbours, work)
+            return run_pass(executor, work)
         with crossings:
-            return run_pass(trial, executor, neighbours, work)
+            return run_pass(executor, work)
 
-    monkeypatch.setattr(rank._Trial, "_pass", watched)
+    monkeypatch.setattr(rank.Executor, "do", watched)
     rank.cost_of_rank(run_of(f"--bf16 {words}", ranks), 0, 128)
     assert crossings.found == []
