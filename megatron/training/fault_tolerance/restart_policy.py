@@ -19,7 +19,6 @@ from megatron.training.process import exit_report
 
 FAILED_VALIDATION = 17
 _MAX_BACKOFF_S = 60.0
-_KEPT = 8  # failures
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,6 @@ class Options:
     node_timeout: float = 30.0  # without a sign of life of a node
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A failed attempt; ``placement`` is the rotation of the ranks."""
-
-    signature: str
-    iteration: int | None
-    placement: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class History:
     """State of the policy.  Nodes exchange it: the one with the most attempts is valid."""
@@ -54,7 +44,7 @@ class History:
     no_progress: int = 0  # restarts since the last progress
     saved_iteration: int = -1  # largest of all attempts
     iteration: int = -1  # largest at the last progress
-    failures: tuple[Failure, ...] = ()  # since the last progress
+    failures: tuple[tuple[str, int | None], ...] = ()  # signature, step; since the last progress
     placement: int = 0  # rotation of the ranks
     ckpt_step: int | None = None  # checkpoint to load in place of the newest one
     blamed: tuple[int, ...] = ()  # iterations of checkpoints that are not loaded
@@ -120,11 +110,7 @@ def _restart(
     has_spare_node: bool,
     older_checkpoint: Callable[[str], int | None],
 ) -> Decision:
-    repeats = [
-        failure
-        for failure in history.failures
-        if (failure.signature, failure.iteration) == (outcome.signature, outcome.iteration)
-    ]
+    num_equal = history.failures.count((outcome.signature, outcome.iteration))
     suspects = tuple(node for node, _ in outcome.suspects if node not in history.excluded)
     # Ranks that reproduce a rejected result on another start blame nobody.
     is_reproducible = outcome.code == FAILED_VALIDATION and not outcome.suspects
@@ -132,14 +118,14 @@ def _restart(
     if suspects and has_spare_node:
         history = replace(history, excluded=(*history.excluded, suspects[0]))
         why = f"node {suspects[0]} is excluded"
-    elif is_reproducible or (not outcome.blames_hardware and len(repeats) > 2):
+    elif is_reproducible or (not outcome.blames_hardware and num_equal > 2):
         step = None
         if outcome.loaded_from is not None and not history.blamed:
             step = older_checkpoint(outcome.loaded_from)
         if step is None:
             times = "a rejected result on every start"
             if not is_reproducible:
-                times = f"the same failure {len(repeats)} times"
+                times = f"the same failure {num_equal} times"
             return _stop(
                 history,
                 outcome,
@@ -153,12 +139,11 @@ def _restart(
             blamed=history.blamed if blamed is None else (*history.blamed, blamed),
         )
         why = f"the checkpoint of iteration {blamed} is blamed, that of {step} is loaded"
-    elif outcome.blames_hardware:
+    elif outcome.blames_hardware or num_equal == 2:
         history = replace(history, placement=history.placement + 1)
-        why = "another rank placement, after an unexpected result"
-    elif len(repeats) == 2:
-        history = replace(history, placement=history.placement + 1)
-        why = "another rank placement, after the same failure at the same step"
+        is_unexpected = outcome.blames_hardware
+        cause = "an unexpected result" if is_unexpected else "the same failure at the same step"
+        why = f"another rank placement, after {cause}"
     exponent = max(0, history.no_progress - 1)
     return Decision(
         restarts=True,
@@ -174,7 +159,7 @@ def _stop(history: History, outcome: Outcome, why: str) -> Decision:
 
 def _count_failure(history: History, outcome: Outcome, options: Options) -> History:
     """Return ``history`` with this failure; progress forgets the failures before it."""
-    failure = Failure(outcome.signature, outcome.iteration, history.placement)
+    failure = outcome.signature, outcome.iteration
     advanced = _note_checkpoints(history, outcome)
     iteration = -1 if outcome.iteration is None else outcome.iteration
     is_progress = (
@@ -183,7 +168,7 @@ def _count_failure(history: History, outcome: Outcome, options: Options) -> Hist
     )
     if is_progress:
         return replace(advanced, no_progress=1, failures=(failure,), iteration=iteration)
-    failures = (*history.failures, failure)[-_KEPT:]
+    failures = (*history.failures, failure)
     return replace(advanced, no_progress=history.no_progress + 1, failures=failures)
 
 
