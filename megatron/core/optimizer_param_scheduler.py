@@ -60,7 +60,8 @@ class Schedule:
         """
         peak = self.max_lr if max_lr is None else max_lr
         floor = self.min_lr if min_lr is None else min_lr
-        warmup, style = self.lr_warmup_steps, self.lr_decay_style
+        warmup = self.lr_warmup_steps
+        style = self.lr_decay_style
         if warmup > 0 and num_samples <= warmup:
             return self.init_lr + (peak - self.init_lr) * num_samples / warmup
         if style == "constant":
@@ -72,7 +73,8 @@ class Schedule:
             return max(floor, peak * scale)
         if style == "WSD":
             assert self.wsd_decay_steps is not None
-            start, curve = self.lr_decay_steps - self.wsd_decay_steps, self.lr_wsd_decay_style
+            start = self.lr_decay_steps - self.wsd_decay_steps
+            curve = self.lr_wsd_decay_style
             done = (num_samples - start) / self.wsd_decay_steps
             left = 1.0 if num_samples <= start else _WSD_CURVES[curve](done)
         else:
@@ -141,12 +143,16 @@ def schedule_lengths(
     samples, or ``train_iters`` iterations if that is None.  Raises ConfigError if both are None.
     """
     if train_samples is not None:
-        length, unit = train_samples, 1
-        decay, wsd = options.lr_decay_samples, options.lr_wsd_decay_samples
+        length = train_samples
+        unit = 1
+        decay = options.lr_decay_samples
+        wsd = options.lr_wsd_decay_samples
         warmup = options.lr_warmup_samples
     elif train_iters is not None:
-        length, unit = train_iters, global_batch_size
-        decay, wsd = options.lr_decay_iters, options.lr_wsd_decay_iters
+        length = train_iters
+        unit = global_batch_size
+        decay = options.lr_decay_iters
+        wsd = options.lr_wsd_decay_iters
         warmup = options.lr_warmup_iters
     else:
         raise ConfigError("the run has no length: give --train-iters or --train-samples")

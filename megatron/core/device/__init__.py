@@ -359,7 +359,8 @@ class Graph:
     """
 
     def __init__(self, pool: GraphPool, streams: Iterable[RandomStream] = ()) -> None:
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
         for stream in streams:
             if stream.generator is not None:
                 self._graph.register_generator_state(stream.generator)

@@ -56,7 +56,8 @@ class MultiGroupMemPoolAllocator:
     """
 
     def __init__(self, pool: device.MemPool, groups: Iterable[ProcessGroup]) -> None:
-        self.pool, self.groups = pool, list(dict.fromkeys(groups))
+        self.pool = pool
+        self.groups = list(dict.fromkeys(groups))
         self._stack = ExitStack()
 
     def __enter__(self) -> None:

@@ -120,7 +120,8 @@ class BufferLayout:
             low = bucket.start + rank * share
             for param in bucket.params:
                 begin, end = self.spans[param]
-                start, stop = max(low, begin), min(low + share, end)
+                start = max(low, begin)
+                stop = min(low + share, end)
                 if start < stop:
                     yield param, start - begin, stop - begin
 
@@ -155,7 +156,9 @@ def plan_buffer(
         if index == 0 or is_full or index in alone or index - 1 in alone:
             end = start + _round_up(end - start, bucket_multiple)
             buckets.append(Bucket(start, end, tuple(members)))
-            start, filled, members = end, 0, []
+            start = end
+            filled = 0
+            members = []
     return BufferLayout(tuple(spans), tuple(buckets))
 
 

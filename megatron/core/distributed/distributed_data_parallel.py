@@ -118,7 +118,8 @@ class DistributedDataParallel(DataParallelBase):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        before, self.is_last_microbatch = self.is_last_microbatch, False
+        before = self.is_last_microbatch
+        self.is_last_microbatch = False
         try:
             yield
         finally:
@@ -239,7 +240,8 @@ class DistributedDataParallel(DataParallelBase):
         self, key: BufferKey, layout: BufferLayout, params: list[tuple[str, nn.Parameter]]
     ) -> None:
         named = [(info_of(param).name or name, param) for name, param in params]
-        group, groups = self._group(key.is_expert), self.groups
+        group = self._group(key.is_expert)
+        groups = self.groups
         reduction = self._reduction(group)
         self.grad_buffers[key] = GradBuffer(named, layout, key.grad_dtype, reduction)
         if self.ddp_config.use_distributed_optimizer:

@@ -105,9 +105,11 @@ class FullyShardedDataParallel(DataParallelBase):
         self._sums: dict[str, Tensor] = {}
         # Read before sharding, which replaces the parameters by new objects without a record.
         records = {name: _cut(p, pg_collection) for name, p in module.named_parameters()}
-        policy, reshards = self._precision(), reshards_after_forward(self.ddp_config)
+        policy = self._precision()
+        reshards = reshards_after_forward(self.ddp_config)
         # From the innermost module outwards: a unit has the parameters that no inner unit has.
-        groups, ranks = pg_collection, dist.get_process_group_ranks
+        groups = pg_collection
+        ranks = dist.get_process_group_ranks
         if ranks(groups.expt_dp) != ranks(groups.dp_cp):  # of an expert others hold copies
             mesh = _mesh(groups, groups.intra_expt_dp, groups.expt_dp)
             for name, unit in module.named_modules():
@@ -218,7 +220,8 @@ class FullyShardedDataParallel(DataParallelBase):
         One all-gather per unit.
         """
         # ``parameters()`` of a unit includes those of inner units, which precede it in the list.
-        group, done = self.groups.inter_dist_opt, set[nn.Parameter]()
+        group = self.groups.inter_dist_opt
+        done = set[nn.Parameter]()
         for unit in self.units:
             assert isinstance(unit, nn.Module)  # fully_shard adds FSDPModule to its bases
             params = [p for p in unit.parameters() if p.requires_grad and p not in done]
@@ -291,7 +294,8 @@ class FullyShardedDataParallel(DataParallelBase):
 
         Units of equal size share two fixed buffers; other units get memory that NCCL registers.
         """
-        registers, of_group = self.ddp_config.nccl_ub, {}
+        registers = self.ddp_config.nccl_ub
+        of_group = {}
         for group in {group for _, group in self._unit_kinds}:
             allocate = ProcessGroupAllocMixin(group).allocate if registers else torch.empty
             # One pair to gather and one to reduce: a backward pass does both at the same time.
@@ -366,7 +370,8 @@ def _mesh(
 
     Dimensions of the 2-D mesh: [instance, rank in the instance].
     """
-    kind, outer = device.current().type, groups.inter_dist_opt
+    kind = device.current().type
+    outer = groups.inter_dist_opt
     with unset_fake_temporarily():  # DeviceMesh reads the values of the tensor of ranks
         if outer.size() == 1:
             return DeviceMesh.from_group(inner, kind)
@@ -389,7 +394,9 @@ def _sharing_group(groups: ProcessGroupCollection, param: nn.Parameter) -> Proce
 
 def _cut(param: nn.Parameter, groups: ProcessGroupCollection) -> ParamInfo:
     """Return the record of ``param`` after sharding; FSDP2 splits rows as torch.chunk does."""
-    inner, outer, shape = _sharing_group(groups, param), groups.inter_dist_opt, tuple(param.shape)
+    inner = _sharing_group(groups, param)
+    outer = groups.inter_dist_opt
+    shape = tuple(param.shape)
     start, _ = _rows_of(shape, inner.rank(), inner.size())
     return replace(
         info_of(param),

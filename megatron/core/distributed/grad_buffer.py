@@ -178,7 +178,8 @@ class GradBucket:
         self.is_started = True
         for slot in self.slots:
             slot.fill()
-        reduction, group = self.reduction, self.reduction.group
+        reduction = self.reduction
+        group = self.reduction.group
         if reduction.check is not None:
             # Reading the result at once would block the host until backward has caught up.
             self.checked = reduction.check.read([self.data])
@@ -202,7 +203,8 @@ class GradBucket:
         if self.is_finished:
             return
         self.is_finished = True
-        reduction, group = self.reduction, self.reduction.group
+        reduction = self.reduction
+        group = self.reduction.group
         if self._work is not None:
             self._work.wait()
             self._work = None

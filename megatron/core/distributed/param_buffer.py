@@ -108,7 +108,8 @@ class CodesBucket(ParamBucket):
 
     @torch.no_grad()
     def start(self) -> None:
-        rank, size = self.group.rank(), self.group.size()
+        rank = self.group.rank()
+        size = self.group.size()
         share = len(self.data) // size
         begin = rank * share
         mine = [(max(a, begin), min(b, begin + share)) for a, b in self.spans]
@@ -131,7 +132,8 @@ class CodesBucket(ParamBucket):
             )
         self._has_values = False
         if not self.keeps_values:
-            self._has_memory, self.data = False, self._no_value
+            self._has_memory = False
+            self.data = self._no_value
             for param in self.params:
                 param.data = self._no_value.expand(param.shape)
 
@@ -173,7 +175,8 @@ def make_param_buckets(
     whole = None if is_codes else zeros(layout.numel)
     buckets: list[ParamBucket] = []
     for bucket in layout.buckets:
-        start, stop = bucket.start, bucket.stop
+        start = bucket.start
+        stop = bucket.stop
         data = zeros(stop - start) if whole is None else whole[start:stop]
         held = [params[i] for i in bucket.params]
         spans = [(a - start, b - start) for a, b in (layout.spans[i] for i in bucket.params)]

@@ -26,7 +26,8 @@ from megatron.core.parallel.collectives import all_reduce_over
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, info_of, local_part
 
-_BLOCK, _PIECE = 2**12, 2**14
+_BLOCK = 2**12
+_PIECE = 2**14
 
 
 def counts_here(info: ParamInfo, groups: ProcessGroupCollection) -> bool:

@@ -46,9 +46,11 @@ class DistributedOptimizer(MegatronOptimizer):
         grad_scaler: GradScaler | None = None,
     ) -> None:
         self.model_chunks = [_sharded(chunk) for chunk in model_chunks]
-        copy, num_copies = groups.inter_dist_opt.rank(), groups.inter_dist_opt.size()
+        copy = groups.inter_dist_opt.rank()
+        num_copies = groups.inter_dist_opt.size()
         if any(shares_instances(chunk.ddp_config) for chunk in self.model_chunks):
-            copy, num_copies = 0, 1
+            copy = 0
+            num_copies = 1
             groups = ProcessGroupCollection(**{**vars(groups), "intra_dist_opt": groups.world})
         parts = {
             param: ShardRange(start, stop, copy, num_copies)

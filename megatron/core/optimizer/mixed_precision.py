@@ -118,9 +118,11 @@ def optimized_params(
 def _record(
     name: str, param: nn.Parameter, part: ShardRange | None, config: OptimizerConfig, on_host: bool
 ) -> OptimizedParam:
-    local, info = local_part(param), info_of(param)
+    local = local_part(param)
+    info = info_of(param)
     values = _part_of(local.detach(), part)
-    is_half, host = param.dtype in _HALF, None
+    is_half = param.dtype in _HALF
+    host = None
     if on_host:
         host = HostBufferSlot(values, getattr(param, "main_grad", param).dtype, config)
         main = host.main
@@ -138,7 +140,8 @@ def _record(
         main.grad_dtype = None  # the gradient has the buffer's dtype, not the parameter's
     if part is not None:
         held = info.part.start if info.part else 0
-        whole, start = tuple(param.shape), held + part.start
+        whole = tuple(param.shape)
+        start = held + part.start
         info = replace(info, part=FlatPart(whole, start, part.copy, part.num_copies))
     return OptimizedParam(name, info, param, main, part, host)
 
@@ -169,7 +172,8 @@ def copy_main_to_model(params: Sequence[OptimizedParam], *, backward: bool = Fal
     without their state was loaded.
     """
     apart = [p for p in params if p.has_main or p.host]
-    models, mains = [p.model_values for p in apart], [p.main for p in apart]
+    models = [p.model_values for p in apart]
+    mains = [p.main for p in apart]
     if apart:
         torch._foreach_copy_(*((mains, models) if backward else (models, mains)))
 
@@ -183,7 +187,8 @@ def chosen(numels: Sequence[int], fraction: float) -> list[bool]:
     >>> chosen([4, 4, 1, 1], 0.5)
     [True, False, True, False]
     """
-    left, answers = sum(numels) * fraction, []
+    left = sum(numels) * fraction
+    answers = []
     for numel in numels:
         answers.append(numel <= left)
         left -= numel if numel <= left else 0
@@ -224,6 +229,7 @@ def batches(
         numel += place.main.numel()
         if is_overlapped and numel >= _BATCH:
             yield places[begin:end]
-            begin, numel = end, 0
+            begin = end
+            numel = 0
     if begin < len(places):
         yield places[begin:]

@@ -86,7 +86,8 @@ def owners_of(shapes: Sequence[tuple[int, int]], spans: Sequence[Sequence[Span]]
     >>> owners_of([(4, 2), (4, 4), (4, 2)], [[(0, 8), (8, 8)], [(0, 8), (8, 16)], [(0, 2), (2, 8)]])
     [0, 1, 0]
     """
-    work, owners = [0] * len(spans[0]) if spans else [], []
+    work = [0] * len(spans[0]) if spans else []
+    owners = []
     for shape, held in zip(shapes, spans, strict=True):
         counts = [stop - start for start, stop in held]
         holders = [rank for rank, count in enumerate(counts) if count]
@@ -122,7 +123,8 @@ class Muon(UpdateRule):
         """``spans``: for each sharded parameter, the elements that each sharing rank holds."""
         others = iter(scalar.param_groups)
         super().__init__([g if g["is_matrix"] else next(others) for g in groups], config)
-        self.scalar, self._groups = scalar, process_groups
+        self.scalar = scalar
+        self._groups = process_groups
         scalar._steps = self._steps
         mine = {p.model: p for p in params}
         known = spans or {m: [(0, m.numel())] for m in mine}
@@ -203,7 +205,8 @@ class Muon(UpdateRule):
         m = mu m + (1 - mu) g; the result is m, or with Nesterov mu m + (1 - mu) g of the new m.
         """
         assert param.grad is not None, "a parameter is updated without a gradient"
-        buffer, momentum = self.state_of(param)["momentum_buffer"], self.config.muon_momentum
+        buffer = self.state_of(param)["momentum_buffer"]
+        momentum = self.config.muon_momentum
         assert isinstance(buffer, Tensor)
         grad = param.grad.float() / divisor
         buffer.lerp_(grad, 1.0 - momentum)
@@ -211,7 +214,8 @@ class Muon(UpdateRule):
         return mean.reshape(-1)
 
     def _move(self, param: nn.Parameter, direction: Tensor) -> None:
-        group, main = self._group_of[param], self.state_of(param).get("main")
+        group = self._group_of[param]
+        main = self.state_of(param).get("main")
         values = main.read() if isinstance(main, StateStorage) else param.data
         values.mul_(1.0 - group["lr"] * group["weight_decay"])
         factor = -group["lr"] * self.config.muon_extra_scale_factor
@@ -238,7 +242,8 @@ def _batches(
         numel += prod(shape)
         if numel >= _BATCH_PER_RANK * len(spans[model]):
             yield batch
-            batch, numel = [], 0
+            batch = []
+            numel = 0
     if batch:
         yield batch
 
@@ -270,7 +275,8 @@ def _exchange(
         return [(n, holder) for n, holder in sizes if (holder, batch[n].owner) == ends]
 
     ranks = range(group.size())
-    sent, expected = [between(rank, r) for r in ranks], [between(r, rank) for r in ranks]
+    sent = [between(rank, r) for r in ranks]
+    expected = [between(r, rank) for r in ranks]
     counts = [[sum(sizes[pair] for pair in pairs) for pairs in lists] for lists in (sent, expected)]
     where = device.current()
     values = [part(*pair) for pairs in sent for pair in pairs]
@@ -322,7 +328,8 @@ def orthogonalize_share(
     mode = config.muon_tp_mode
     coefficients = coefficients_of(config.muon_coefficient_type, config.muon_num_ns_steps)
     is_sharded = info.shard_dim is not None and group.size() > 1
-    dim, count = info.shard_dim or 0, group.size() if is_sharded else 1
+    dim = info.shard_dim or 0
+    count = group.size() if is_sharded else 1
     shares = [share]
     if is_sharded and mode == "duplicated":
         gathered = share.new_empty(count * share.shape[0], share.shape[1])
@@ -350,7 +357,8 @@ def _matrices(share: Tensor, info: ParamInfo, split_interleaved: bool) -> Sequen
     if info.interleaved and split_interleaved:
         rows = share.view(-1, sum(info.interleaved), share.shape[1])
         return torch.split(rows, list(info.interleaved), 1)
-    dim, total = info.shard_dim or 0, sum(info.blocks)
+    dim = info.shard_dim or 0
+    total = sum(info.blocks)
     return torch.split(share, [share.shape[dim] * block // total for block in info.blocks], dim)
 
 

@@ -97,7 +97,8 @@ class QuantizedState(StateStorage):
         return values[: stop - start]
 
     def put(self, start: int, values: Tensor, chance: Tensor | None = None) -> None:
-        dtype, kept = self.values.dtype, self.values[start : start + len(values)]
+        dtype = self.values.dtype
+        kept = self.values[start : start + len(values)]
         above_zero = values > 0 if self.is_square else None
         if dtype in _TOP:
             values = self._scaled(start, values.sqrt() if self.is_square else values)
@@ -110,10 +111,12 @@ class QuantizedState(StateStorage):
 
     def _scaled(self, start: int, values: Tensor) -> Tensor:
         """Store the blocks' exponents, and return ``values`` divided by these powers of two."""
-        dtype, count = self.values.dtype, len(values)
+        dtype = self.values.dtype
+        count = len(values)
         blocks = torch.zeros(_padded(count), device=values.device)
         blocks[:count] = values
-        blocks, top = blocks.view(-1, _BLOCK), _TOP[dtype]
+        blocks = blocks.view(-1, _BLOCK)
+        top = _TOP[dtype]
         largest = blocks.abs().amax(1)
         exponents = ((largest.view(torch.int32) >> 23) - 127 - top).clamp_(-126, 126 - top)
         self._exponents(start, blocks.numel()).copy_(exponents)
@@ -142,7 +145,8 @@ class SplitMaster(StateStorage):
         return values
 
     def put(self, start: int, values: Tensor, chance: Tensor | None = None) -> None:
-        bits, stop = values.contiguous().view(torch.int32), start + len(values)
+        bits = values.contiguous().view(torch.int32)
+        stop = start + len(values)
         # Adding half a unit rounds the magnitude to nearest.  `lower` takes the low 16 bits as a
         # signed number: negative exactly where the upper half was rounded up by one.
         upper = (bits + 0x8000).bitwise_right_shift_(16)
@@ -154,7 +158,8 @@ class SideMaster(StateStorage):
     """Main parameters in a `QuantizedState`; each update also writes the rounded 16-bit weight."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self.weight, self.main = weight.view(-1), QuantizedState(weight, dtype)
+        self.weight = weight.view(-1)
+        self.main = QuantizedState(weight, dtype)
         super().__init__(weight.shape, self.main.tensors)
         self.write(weight.float())
 
@@ -225,7 +230,8 @@ def stretches(
     that needs no conversion is not split.
     """
     length = _STRETCH_GPU if device.is_cuda(params[0].device) else _STRETCH_CPU
-    chunk, filled = StateChunk(), 0
+    chunk = StateChunk()
+    filled = 0
     for param, grad, state in zip(params, grads, states, strict=True):
         if is_plain(param, grad, state):
             chunk.values.append(param)
@@ -238,7 +244,8 @@ def stretches(
             filled += span.stop - span.start
             if filled >= length:
                 yield chunk
-                chunk, filled = StateChunk(), 0
+                chunk = StateChunk()
+                filled = 0
     if chunk.values:
         yield chunk
 

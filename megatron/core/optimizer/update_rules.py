@@ -185,7 +185,8 @@ class AdamW(UpdateRule):
         for param, grad in zip(params, grads, strict=True):
             state = self.state_of(param)
             mean, square = (_moment(state[key]) for key in ("exp_avg", "exp_avg_sq"))
-            main, weight = state.get("main"), self.weights.get(param)
+            main = state.get("main")
+            weight = self.weights.get(param)
             if not (
                 weight is not None
                 and weight.dtype in fused.WEIGHTS

@@ -178,7 +178,8 @@ def _problems(values: Mapping[str, object]) -> Iterator[str]:
                 yield f"net_name is {value!r}; use {' or '.join(_NETWORKS)}"
         elif isinstance(value, bool) or not isinstance(value, int) or value < 0:
             yield f"{key} is {value!r}; use an integer of at least 0"
-    low, high = values.get("min_ctas"), values.get("max_ctas")
+    low = values.get("min_ctas")
+    high = values.get("max_ctas")
     if isinstance(low, int) and isinstance(high, int) and low > high:
         yield f"min_ctas {low} is larger than max_ctas {high}; lower the first or raise the second"
 

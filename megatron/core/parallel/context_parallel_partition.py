@@ -52,7 +52,8 @@ def held_spans(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Span, ..
 
     Raises ConfigError if a packed sequence cannot be split evenly.
     """
-    spans, first = [], 0
+    spans = []
+    first = 0
     for length in lengths:
         last = first + length
         if size == 1:
@@ -120,7 +121,8 @@ def blocks_of(
     Under a causal mask, the queries of ``rank`` attend only to the first chunk of an earlier rank;
     to the keys of a later rank, only the queries of its second chunk attend.
     """
-    blocks, start = [], 0
+    blocks = []
+    start = 0
     for length in lengths:
         stop = start + length // size
         middle = (start + stop) // 2

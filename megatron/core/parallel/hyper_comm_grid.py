@@ -36,8 +36,10 @@ class HyperCommGrid:
             raise ValueError(f"{len(shape)} sizes {list(shape)} for {len(dim_names)} names")
         if len(set(dim_names)) != len(dim_names) or rank_offset < 0:
             raise ValueError(f"axes {list(dim_names)} from rank {rank_offset}: names differ, >= 0")
-        self.shape, self.dim_names = list(shape), list(dim_names)
-        self.rank_offset, self.backend = rank_offset, backend
+        self.shape = list(shape)
+        self.dim_names = list(dim_names)
+        self.rank_offset = rank_offset
+        self.backend = backend
         self._grid = RankGrid(dict(zip(dim_names, shape, strict=True)), rank_offset)
         self.size = self._grid.world_size
         if rank_offset + self.size > dist.get_world_size():

@@ -213,7 +213,8 @@ def make_grids(
     ValueError if the degrees do not divide the world, or if the grids have different pipelines.
     """
     expt_tp = tp if expt_tp is None else expt_tp
-    dense_cut, expert_cut = tp * pp * cp, expt_tp * ep * pp
+    dense_cut = tp * pp * cp
+    expert_cut = expt_tp * ep * pp
     for cut in (dense_cut, expert_cut):
         if world_size % cut:
             raise ValueError(f"{world_size} ranks cannot be divided into blocks of {cut}")
@@ -256,7 +257,8 @@ def create_process_groups(
             f"{num_distributed_optimizer_instances} instances of the distributed optimizer would "
             "hold other ranks for the dense than for the expert layers: use one"
         )
-    pipelines, contexts = dense.groups("pp"), dense.groups("cp")
+    pipelines = dense.groups("pp")
+    contexts = dense.groups("cp")
     inner, outer = context_levels or (1, len(contexts[0]))
     if inner * outer != len(contexts[0]):
         raise ValueError(f"{inner} x {outer} context-parallel ranks are not {len(contexts[0])}")

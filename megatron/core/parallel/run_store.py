@@ -46,7 +46,8 @@ class RunStore:
     """
 
     def __init__(self, store: Store, secret: bytes) -> None:
-        self._store, self._secret = store, secret
+        self._store = store
+        self._secret = secret
 
     def clone(self) -> RunStore:
         """Return a view of the same keys through a connection of its own."""
@@ -66,7 +67,8 @@ class RunStore:
 
     def set_first(self, name: str, value: str) -> str:
         """Write ``value`` unless a rank of this run has already done so; return the stored one."""
-        key, before = self._key(name), ""
+        key = self._key(name)
+        before = ""
         sealed = self._sealed(key, value)
         found = self._store.compare_set(key, before, sealed)
         first = self._opened(key, found)
@@ -87,7 +89,8 @@ class RunStore:
 
     def _opened(self, key: str, data: bytes) -> str | None:
         text = data.decode(errors="replace")
-        code, value = text[:_CODE_DIGITS], text[_CODE_DIGITS:]
+        code = text[:_CODE_DIGITS]
+        value = text[_CODE_DIGITS:]
         expected = self._code(f"{key}={value}")
         return value if hmac.compare_digest(code.encode(), expected.encode()) else None
 

@@ -101,7 +101,8 @@ class ParamInfo:
         if self.part is None:
             yield from self._placed(tuple(tensor.shape), (0,) * tensor.dim(), tensor)
             return
-        flat, done = tensor.view(-1), 0
+        flat = tensor.view(-1)
+        done = 0
         start = self.part.start
         for offset, box in flat_boxes(self.part.shape, start, start + flat.numel()):
             view = flat[done : done + prod(box)].view(box)
@@ -116,9 +117,11 @@ class ParamInfo:
             yield (), view
             return
         dim = 0 if self.shard_dim is None else self.shard_dim
-        begin, end = offset[dim], offset[dim] + view.shape[dim]
+        begin = offset[dim]
+        end = offset[dim] + view.shape[dim]
         for local, global_ in _joined(self.slices(share)):
-            low, high = max(begin, local.start), min(end, local.stop)
+            low = max(begin, local.start)
+            high = min(end, local.stop)
             if low < high and view.numel():
                 moved = list(offset)
                 moved[dim] = global_.start + low - local.start
@@ -198,7 +201,8 @@ def _joined(slices: Iterable[tuple[slice, slice]]) -> Iterator[tuple[slice, slic
     held: tuple[slice, slice] | None = None
     for local, global_ in slices:
         if held and (held[0].stop, held[1].stop) == (local.start, global_.start):
-            local, global_ = slice(held[0].start, local.stop), slice(held[1].start, global_.stop)
+            local = slice(held[0].start, local.stop)
+            global_ = slice(held[1].start, global_.stop)
         elif held:
             yield held
         held = (local, global_)

@@ -144,10 +144,12 @@ def _rows(offset: tuple[int, ...], view: Tensor, shape: tuple[int, ...]) -> tupl
 def _fill_rows(target: Tensor, starts: Tensor, key: tuple[int, int], info: ParamInfo) -> None:
     """Fill ``target`` [rows, ...]; row r has the elements from global index ``starts[r]`` on."""
     chunk = _CHUNK_GPU if device.is_cuda(target.device) else _CHUNK_CPU
-    width, dtype = math.prod(target.shape[1:]), info.dtype or target.dtype
+    width = math.prod(target.shape[1:])
+    dtype = info.dtype or target.dtype
     rows_at_once = max(1, chunk // max(width, 1))
     for row in range(0, target.shape[0], rows_at_once):
-        part, at = target[row : row + rows_at_once], starts[row : row + rows_at_once]
+        part = target[row : row + rows_at_once]
+        at = starts[row : row + rows_at_once]
         if width <= chunk:
             part.copy_(_draw(at, width, key, info).to(dtype).view(part.shape))
             continue
@@ -189,7 +191,8 @@ def _distribute(words: tuple[Tensor, ...], info: ParamInfo) -> Tensor:
 
 
 def _xavier(u: Tensor, info: ParamInfo) -> Tensor:
-    fan_out, fan_in = info.global_shape[0], math.prod(info.global_shape[1:])
+    fan_out = info.global_shape[0]
+    fan_in = math.prod(info.global_shape[1:])
     bound = math.sqrt(6.0 / (fan_in + fan_out))
     return u.mul_(2 * bound).sub_(bound)
 
@@ -219,14 +222,18 @@ def philox(counters: Tensor, key: tuple[int, int]) -> tuple[Tensor, Tensor, Tens
     the same on every device.
     """
     key0, key1 = key
-    word0, word1 = counters & _MASK, counters >> 32
+    word0 = counters & _MASK
+    word1 = counters >> 32
     word2 = word3 = torch.zeros_like(counters)
     for _ in range(_ROUNDS):
-        product0, product1 = word0 * _MULTIPLIERS[0], word2 * _MULTIPLIERS[1]
+        product0 = word0 * _MULTIPLIERS[0]
+        product1 = word2 * _MULTIPLIERS[1]
         word0 = (product1 >> 32).bitwise_xor_(word1).bitwise_xor_(key0).bitwise_and_(_MASK)
         word2 = (product0 >> 32).bitwise_xor_(word3).bitwise_xor_(key1).bitwise_and_(_MASK)
-        word1, word3 = product1, product0
-        key0, key1 = (key0 + _KEY_STEPS[0]) & _MASK, (key1 + _KEY_STEPS[1]) & _MASK
+        word1 = product1
+        word3 = product0
+        key0 = (key0 + _KEY_STEPS[0]) & _MASK
+        key1 = (key1 + _KEY_STEPS[1]) & _MASK
     return word0, word1.bitwise_and_(_MASK), word2, word3.bitwise_and_(_MASK)
 
 

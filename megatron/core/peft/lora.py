@@ -216,14 +216,20 @@ class LinearAdapter(nn.Module):
                 "--lora-rank: layers of Transformer Engine take no adapters; use "
                 "--transformer-impl local"
             )
-        self.config, self.parts, self.rows = config, tuple(parts), rows_of_parts(layer)
+        self.config = config
+        self.parts = tuple(parts)
+        self.rows = rows_of_parts(layer)
         if layer.weight is None:  # the output layer of a tied embedding
             assert isinstance(layer, ColumnParallelLinear)
-            tp, shape = layer.tp_group, (layer.true_output_size, layer.input_size)
-            info, dtype = param_info_for(shape, over=tp), layer.dtype
-            num_rows, num_columns = layer.output_size // tp.size(), layer.input_size
+            tp = layer.tp_group
+            shape = (layer.true_output_size, layer.input_size)
+            info = param_info_for(shape, over=tp)
+            dtype = layer.dtype
+            num_rows = layer.output_size // tp.size()
+            num_columns = layer.input_size
         else:
-            info, dtype = info_of(layer.weight), layer.weight.dtype
+            info = info_of(layer.weight)
+            dtype = layer.weight.dtype
             num_rows, num_columns = layer.weight.shape
         self.num_groups = num_rows // max(1, sum(self.rows.values()))
         self.group: ProcessGroup | None = None  # over which the gradient of A x is summed
@@ -232,7 +238,8 @@ class LinearAdapter(nn.Module):
         self.forks_for_tokens = info.sequence_parallel
         self.is_row = isinstance(layer, RowParallelLinear)
         info_of_a = info_of_b = _plain(info)
-        is_sharded, columns = info.shard_count > 1, info.global_shape[1]
+        is_sharded = info.shard_count > 1
+        columns = info.global_shape[1]
         if isinstance(layer, ColumnParallelLinear):
             self.group = layer.grad_group
             is_split = self.is_sequence_sharded = layer.sequence_parallel
@@ -246,7 +253,8 @@ class LinearAdapter(nn.Module):
             of_a = replace(
                 info_of_a, global_shape=(rank, columns), init="uniform", init_std=columns**-0.5
             )
-            rows, of_b = num_rows, info_of_b
+            rows = num_rows
+            of_b = info_of_b
             if part != WHOLE:
                 rows = self.rows[part] * self.num_groups
                 of_b = replace(of_b, blocks=(1,), global_shape=(rows * of_b.shard_count, columns))

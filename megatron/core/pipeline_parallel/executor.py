@@ -92,7 +92,10 @@ class Executor:
         assert len(chunks) == len(data) == placement.num_chunks, (
             f"{placement.num_chunks} chunks a rank: {len(chunks)} models, {len(data)} iterators"
         )
-        self.chunks, self.data, self.task, self.mailbox = chunks, data, task, mailbox
+        self.chunks = chunks
+        self.data = data
+        self.task = task
+        self.mailbox = mailbox
         self.rank = rank
         self.stages = [placement.stage(rank, chunk) for chunk in range(placement.num_chunks)]
         self.last_stage = placement.num_stages - 1
@@ -166,7 +169,9 @@ class Executor:
             self._delayed = None
 
     def _forward(self, work: Work) -> None:
-        stage, model, task = self.stages[work.chunk], self.chunks[work.chunk], self.task
+        stage = self.stages[work.chunk]
+        model = self.chunks[work.chunk]
+        task = self.task
         alive = InFlightMicrobatch()
         if work._replace(kind="weight") in self._passes:
             alive.later = WeightGradQueue()
@@ -205,7 +210,8 @@ class Executor:
         return self.task.rule.scale(loss, num_tokens)
 
     def _backward(self, work: Work) -> None:
-        stage, hooks = self.stages[work.chunk], self.task.hooks
+        stage = self.stages[work.chunk]
+        hooks = self.task.hooks
         alive = self._alive[work.chunk, work.microbatch]
         gradient: Tensor | None = None
         if stage < self.last_stage:

@@ -70,9 +70,11 @@ def forward_backward(
     model's.  ``first_val_step`` has no effect; Megatron-LM's signature has it.
     """
     del first_val_step
-    groups, chunks = groups or parallel_state.current(), _listed(model)
+    groups = groups or parallel_state.current()
+    chunks = _listed(model)
     config = get_model_config(chunks[0]) if config is None else config
-    rank, num_ranks = groups.pp.rank(), groups.pp.size()
+    rank = groups.pp.rank()
+    num_ranks = groups.pp.size()
     placement, plan = plan_of(
         config, num_ranks, len(chunks), num_microbatches, forward_only=forward_only
     )

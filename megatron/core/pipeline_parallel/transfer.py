@@ -43,8 +43,12 @@ class Mailbox:
         dtype: torch.dtype,
         waits_at_once: bool = False,
     ) -> None:
-        self.placement, self.pp_group, self.hooks = placement, pp_group, hooks
-        self.shapes, self.dtype, self.waits_at_once = shapes, dtype, waits_at_once
+        self.placement = placement
+        self.pp_group = pp_group
+        self.hooks = hooks
+        self.shapes = shapes
+        self.dtype = dtype
+        self.waits_at_once = waits_at_once
         self._tensors: dict[Transfer, Tensor] = {}  # put but not sent, or received but not taken
         # Requests of receives that `take` has not waited for yet.
         self._arriving: dict[Transfer, dist.Work] = {}
@@ -83,7 +87,8 @@ class Mailbox:
             ends: list[tuple[Any, Tensor, int]]
             ends = [(dist.isend, *end) for end in zip(sent, peers[0], strict=True)]
             ends += [(dist.irecv, *end) for end in zip(received, peers[1], strict=True)]
-            location, group = self.placement.location, self.pp_group
+            location = self.placement.location
+            group = self.pp_group
             works = dist.batch_isend_irecv(
                 [
                     dist.P2POp(operation, tensor, group=group, group_peer=location(stage)[0])
@@ -92,12 +97,14 @@ class Mailbox:
             )
             if len(works) == 1:  # NCCL returns one request for the whole batch
                 works *= len(sent) + len(received)
-            self._leaving, self._held = [], []
+            self._leaving = []
+            self._held = []
             self._tensors.update(zip(batch.receives, received, strict=True))
             if self.waits_at_once:
                 _wait(works)
             else:
-                self._leaving, self._held = works[: len(sent)], sent
+                self._leaving = works[: len(sent)]
+                self._held = sent
                 self._arriving.update(zip(batch.receives, works[len(sent) :], strict=True))
 
     def take(self, transfer: Transfer) -> Tensor:

@@ -12,7 +12,10 @@ from math import lcm
 from megatron.core.config.errors import ConfigError
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
+MAMBA = "M"
+ATTENTION = "*"
+MLP = "-"
+EXPERTS = "E"
 KINDS = {MAMBA: "Mamba", ATTENTION: "attention", MLP: "MLP", EXPERTS: "experts"}
 
 
@@ -35,7 +38,8 @@ def layer_pattern(
     if override is not None:
         return override
     letters = [MAMBA] * num_layers
-    num_attention, num_mlp = round(num_layers * attention_ratio), round(num_layers * mlp_ratio)
+    num_attention = round(num_layers * attention_ratio)
+    num_mlp = round(num_layers * mlp_ratio)
     num_mamba = num_layers - num_attention
     if num_attention:  # equal numbers of Mamba layers before, between and after them
         for i in _spread(range(num_layers), num_mamba / (num_attention + 1)):
@@ -143,7 +147,8 @@ def mixer_problems(config: TransformerConfig) -> Iterator[str]:
     given = config.mamba_head_dim, config.mamba_num_groups, config.mamba_state_dim
     if min(*given, 1 if config.mamba_num_heads is None else config.mamba_num_heads) < 1:
         return
-    width, inner = config.mamba_head_dim, 2 * config.hidden_size
+    width = config.mamba_head_dim
+    inner = 2 * config.hidden_size
     if config.mamba_num_heads is None and inner % width:
         yield (
             f"--mamba-head-dim {width} does not divide the inner width {inner}, twice "
@@ -151,8 +156,10 @@ def mixer_problems(config: TransformerConfig) -> Iterator[str]:
         )
         return
     shape = mixer_shape(config)
-    heads, groups = shape.num_heads, shape.num_groups
-    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    heads = shape.num_heads
+    groups = shape.num_groups
+    tp = config.tensor_model_parallel_size
+    cp = config.context_parallel_size
     if heads % groups:
         yield (
             f"--mamba-num-groups {groups} does not divide the {heads} heads of a Mamba layer: give "

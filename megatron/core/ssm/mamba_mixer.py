@@ -77,9 +77,11 @@ class _Conv(Function[Tensor]):
     def backward(ctx: Context[None], grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight, sequence = ctx.saved_tensors
         last = weight.shape[-1] - 1
-        d_inputs, d_weight = torch.zeros_like(inputs), torch.empty_like(weight)
+        d_inputs = torch.zeros_like(inputs)
+        d_weight = torch.empty_like(weight)
         for tap in range(last + 1):
-            at, arrived = slice(tap, tap + len(grad)), _visible(grad, sequence, tap, last)
+            at = slice(tap, tap + len(grad))
+            arrived = _visible(grad, sequence, tap, last)
             d_inputs[at].addcmul_(arrived, weight[:, 0, tap])
             d_weight[:, 0, tap] = (arrived * inputs[at]).flatten(0, 1).sum(0)
         return d_inputs, d_weight, grad.flatten(0, 1).sum(0), None
@@ -124,12 +126,18 @@ class MambaMixer(MegatronModule):
         super().__init__(config)
         for problem in mixer_problems(config):
             raise ConfigError(problem)
-        self.layer_number, self.chunk_size = layer_number, chunk_size
-        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
-        shape, tp = mixer_shape(config, expand, d_conv), self.tp_group.size()
-        self.head_dim, self.state_dim = shape.head_dim, shape.state_dim
-        self.num_heads, self.num_groups = shape.num_heads // tp, shape.num_groups // tp
-        self.inner, self.convolved = shape.inner // tp, [n // tp for n in shape.convolved]
+        self.layer_number = layer_number
+        self.chunk_size = chunk_size
+        self.tp_group = pg_collection.tp
+        self.cp_group = pg_collection.cp
+        shape = mixer_shape(config, expand, d_conv)
+        tp = self.tp_group.size()
+        self.head_dim = shape.head_dim
+        self.state_dim = shape.state_dim
+        self.num_heads = shape.num_heads // tp
+        self.num_groups = shape.num_groups // tp
+        self.inner = shape.inner // tp
+        self.convolved = [n // tp for n in shape.convolved]
         offered = {"tp_group": self.tp_group}
         self.in_proj = build_module(
             submodules.in_proj,
@@ -251,7 +259,8 @@ class MambaMixer(MegatronModule):
 
     def _own_channels(self, param: Tensor) -> Tensor:
         """Return this cp rank's channels (of its heads and groups) of a parameter of x, B and C."""
-        size, rank = self.cp_group.size(), self.cp_group.rank()
+        size = self.cp_group.size()
+        rank = self.cp_group.rank()
         if size == 1:
             return param
         parts = self._by_heads(param, 0)
@@ -288,7 +297,9 @@ class GatedNorm(nn.Module):
 
     def __init__(self, weight: nn.Parameter, num_groups: int, eps: float) -> None:
         super().__init__()
-        self.weight, self.num_groups, self.eps = weight, num_groups, eps
+        self.weight = weight
+        self.num_groups = num_groups
+        self.eps = eps
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """Gate and normalize: 2 x [s, b, i/tp] -> [s, b, i/tp]."""

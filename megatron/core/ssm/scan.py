@@ -78,7 +78,8 @@ def chunked_scan(
         places = _in_chunks(sequence, length)
     y = _WithinChunks.apply(Cs, Bs, xs * steps[..., None].to(x.dtype), a, places)
 
-    left, start = a[:, :, :, -1:] - a, a
+    left = a[:, :, :, -1:] - a
+    start = a
     # Only tokens of the last sequence of a chunk add to the state after it; only tokens of the
     # sequence that continues from the previous chunk read the state before it.
     if places is not None:

@@ -30,7 +30,8 @@ def broadcast_data(
     All tensors have dtype ``datatype``.  ``data`` is ignored on the other
     ranks and may be None.  Collective over ``tp_group``.
     """
-    is_source, where = tp_group.rank() == 0, device.current()
+    is_source = tp_group.rank() == 0
+    where = device.current()
     values = {}
     if is_source:
         assert data is not None, "the first rank of the group reads the batch"

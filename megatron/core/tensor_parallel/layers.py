@@ -130,7 +130,9 @@ class _ShardedLinear(Linear):
 
     def __init__(self, input_size: int, output_size: int, tp_group: ProcessGroup) -> None:
         super().__init__()
-        self.input_size, self.output_size, self.tp_group = input_size, output_size, tp_group
+        self.input_size = input_size
+        self.output_size = output_size
+        self.tp_group = tp_group
 
     def extra_repr(self) -> str:
         """Return the global sizes and this rank's position, for the printed model."""
@@ -178,7 +180,8 @@ class ColumnParallelLinear(_ShardedLinear):
         blocks = blocks * stride
         sizes = [output_size * block // sum(blocks) for block in blocks]
         local_size = sum(divide_over_group(size, tp_group, "output size") for size in sizes)
-        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.gather_output = gather_output
+        self.skip_bias_add = skip_bias_add
         talks = tp_group.size() > 1 and not is_expert
         self.sequence_parallel = config.sequence_parallel and talks
         reduces = talks and (self.sequence_parallel or not disable_grad_reduce)
@@ -261,7 +264,8 @@ class RowParallelLinear(_ShardedLinear):
         super().__init__(input_size, output_size, tp_group)
         del tp_comm_buffer_name
         local_size = divide_over_group(input_size, tp_group, "input size")
-        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        self.input_is_parallel = input_is_parallel
+        self.skip_bias_add = skip_bias_add
         self.is_expert = is_expert
         communicates = tp_group.size() > 1 and not is_expert
         self.sequence_parallel = config.sequence_parallel and communicates
@@ -386,7 +390,8 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
-        self.num_embeddings, self.num_tokens = num_embeddings, num_tokens or num_embeddings
+        self.num_embeddings = num_embeddings
+        self.num_tokens = num_tokens or num_embeddings
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.local_size = divide_over_group(num_embeddings, tp_group, "padded vocabulary size")
         shape = self.num_tokens, embedding_dim
@@ -402,7 +407,8 @@ class VocabParallelEmbedding(nn.Module):
         Each lookup's graph is used once: a second call returns the plain parameter.  See
         tied_embedding.py.
         """
-        table, self._table = self._table, None
+        table = self._table
+        self._table = None
         return self.weight if table is None else table
 
     def forward(self, token_ids: Tensor) -> Tensor:

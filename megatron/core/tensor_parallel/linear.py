@@ -58,7 +58,8 @@ def linear(
     """
     if quantizer is not None:
         return quantizer(x, call)
-    weight, output_group = call.weight, call.output_group
+    weight = call.weight
+    output_group = call.output_group
     may_defer = call.is_own and torch.is_grad_enabled()
     asks = may_defer and (adds_to_main_grad(weight) or may_be_deferred())
     if call.group is None and call.overlap is None and not asks and multiply is F.linear:
@@ -256,7 +257,8 @@ class _Linear(Function[Tensor]):
         overlap = call.overlap
         gather = call.gather_group
         if gather is not None and (overlap is None or not overlap.gathers):
-            rows, gather = gemms.gather(rows, gather), None
+            rows = gemms.gather(rows, gather)
+            gather = None
         matrix = gemms.matrix(call.weight, x.dtype)
         if overlap is not None and gather is not None:
             _, y = overlap.gathered_product(rows, matrix, x.dtype, call.bias, fast=True)

@@ -121,7 +121,9 @@ class LinearQuantizer(AmaxHistory, Gemms):
 
     def input(self, x: Tensor, call: LinearCall, keeps: bool) -> tuple[Scaled, tuple[Tensor, ...]]:
         """See `Gemms`.  Keeps x as the GEMM of the weight gradient reads it: quantized or not."""
-        recipe, flat, gather = self.recipe, x.flatten(0, -2), call.gather_group
+        recipe = self.recipe
+        flat = x.flatten(0, -2)
+        gather = call.gather_group
         saves_codes = recipe.wgrad and keeps
         # An all-gather in backward needs the rows of the tokens, not of their transpose.
         turns = saves_codes and gather is None
@@ -187,7 +189,8 @@ class LinearQuantizer(AmaxHistory, Gemms):
         scales must be equal.  ``turns``: a GEMM of the transposed matrix follows, if the recipe has
         one scale per tensor.  May be collective over ``amax_group``, as described above.
         """
-        recipe, to = self.recipe, self._format(which)
+        recipe = self.recipe
+        to = self._format(which)
         if recipe.block is not None:
             at_random = recipe.is_fp4 and which == GRADIENT
             return quantize(x, to, (1, recipe.block), at_random=at_random)
@@ -217,7 +220,8 @@ class LinearQuantizer(AmaxHistory, Gemms):
         Raises ConfigError if, with sequence parallelism (``group``), a block would contain tokens
         of two ranks.
         """
-        recipe, size = self.recipe, self.recipe.block
+        recipe = self.recipe
+        size = self.recipe.block
         assert size is not None, "one scale serves both directions"
         if group is not None and len(x) % size:
             raise ConfigError(
@@ -243,7 +247,8 @@ class LinearQuantizer(AmaxHistory, Gemms):
         state = weight.data_ptr(), weight._version
         is_whole = hasattr(weight, "main_grad")
         if self._kept_of != state:
-            self._kept, self._kept_of = {}, state
+            self._kept = {}
+            self._kept_of = state
             if is_whole:
                 self._transposed = None
         kept = self._kept if is_whole else {}
@@ -251,7 +256,8 @@ class LinearQuantizer(AmaxHistory, Gemms):
             return self._quantized(weight, kept, transposed)
         if self._transposed is None:
             scaled = self._quantized(weight, kept, transposed)
-            codes, scale = scaled.codes.contiguous(), scaled.scale.contiguous()
+            codes = scaled.codes.contiguous()
+            scale = scaled.scale.contiguous()
             self._transposed = Scaled(codes, scale, scaled.block)
         return self._transposed
 
@@ -264,7 +270,8 @@ class LinearQuantizer(AmaxHistory, Gemms):
         if gathered is not None and gathered.version == weight._version:
             stored: Scaled = gathered.scaled
             return stored.t() if transposed else stored
-        size, to = self.recipe.block, self.recipe.forward
+        size = self.recipe.block
+        to = self.recipe.forward
         flips = size is not None and not self.recipe.has_square_blocks and transposed
         if flips not in kept:
             block = None
@@ -335,10 +342,12 @@ class _ScaledWeightGrad(WeightGrad):
         # A queue keeps the unquantized gradient only if the bias gradient, its sum, needs it.
         grad = codes.codes if bias is None else grad
         super().__init__(weight, bias, grad, x.codes.view(torch.uint8), group=group, is_own=True)
-        self._codes, self._scaled = codes, x
+        self._codes = codes
+        self._scaled = x
 
     def start(self) -> None:
-        group, scale = self.group, self._scaled.scale
+        group = self.group
+        scale = self._scaled.scale
         if group is not None and self._scaled.block is not None:
             scale = all_gather_first_dim(scale, group)
             self._scaled = Scaled(self._scaled.codes, scale, self._scaled.block)

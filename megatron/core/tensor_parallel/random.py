@@ -50,7 +50,9 @@ class RNGStatesTracker:
 
     def reset(self, *, capturable: bool = False) -> None:
         """Remove all streams.  ``capturable``: CUDA graphs may use streams added later."""
-        self._streams, self._seeds, self._capturable = {}, {}, capturable
+        self._streams = {}
+        self._seeds = {}
+        self._capturable = capturable
 
     def is_initialized(self) -> bool:
         """Return whether any stream exists."""
@@ -70,7 +72,8 @@ class RNGStatesTracker:
 
     def set_states(self, states: dict[str, Tensor]) -> None:
         """Restore the streams of a checkpoint; streams that it does not have are removed."""
-        before, self._streams = self._streams, {}
+        before = self._streams
+        self._streams = {}
         for name, state in states.items():
             if name in before:  # captured CUDA graphs refer to this object: set its state in place
                 before[name].set_state(state)
@@ -197,7 +200,8 @@ class _Call:
     def __init__(
         self, function: Callable[..., object], group: ProcessGroup | None, args: Sequence[object]
     ) -> None:
-        self.function, self.group = function, group
+        self.function = function
+        self.group = group
         self._states = _rng_states()
         self._args = [_SAVED if torch.is_tensor(arg) else arg for arg in args]
         self._shape = next(filter(torch.is_tensor, args)).shape
@@ -341,7 +345,8 @@ class CheckpointWithoutOutput:
         for old, new in zip(self._outputs, filter(torch.is_tensor, outputs), strict=True):
             _resize_storage(old, new.untyped_storage().nbytes())
             old.untyped_storage().copy_(new.untyped_storage())
-        self._outputs, self.context = [], None
+        self._outputs = []
+        self.context = None
 
 
 def _resize_storage(tensor: Tensor, num_bytes: int) -> None:

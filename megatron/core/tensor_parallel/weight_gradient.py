@@ -60,8 +60,11 @@ class WeightGrad:
         group: ProcessGroup | None,
         is_own: bool,
     ) -> None:
-        self.weight, self.bias, self.is_own = weight, bias, is_own
-        self.grad, self.x = grad.flatten(0, -2), x.flatten(0, -2)
+        self.weight = weight
+        self.bias = bias
+        self.is_own = is_own
+        self.grad = grad.flatten(0, -2)
+        self.x = x.flatten(0, -2)
         self.group = None if weight is None else group
         self._gathering: dist.Work | None = None
 
@@ -100,10 +103,12 @@ class WeightGrad:
 
         The first GEMM of a step overwrites (beta = 0), so the buffer needs no zeroing.
         """
-        grad, x = self.grad.t(), self.x
+        grad = self.grad.t()
+        x = self.x
         if not (self.is_own and adds_to_main_grad(weight)):
             return grad.matmul(x)
-        total, keep = weight.main_grad, 0 if weight.overwrite_main_grad else 1
+        total = weight.main_grad
+        keep = 0 if weight.overwrite_main_grad else 1
         wider: dict[str, Any] = {} if total.dtype == x.dtype else {"out_dtype": total.dtype}
         torch.addmm(total, grad, x, beta=keep, out=total, **wider)
         return has_been_added(weight)
@@ -134,7 +139,8 @@ def has_been_added(weight: MainGradParameter) -> Tensor | None:
     That is None, or in a torch that then runs no hook a tensor, which the hook drops unread: it
     would cost the memory of the weight when memory is at its peak.
     """
-    weight.overwrite_main_grad, weight.grad_added_to_main_grad = False, True
+    weight.overwrite_main_grad = False
+    weight.grad_added_to_main_grad = True
     return None if runs_hooks_without_gradient() else torch.empty_like(weight)
 
 

@@ -80,7 +80,8 @@ class TEDotProductAttention(DotProductAttention):
         more: dict[str, object] = {}
         if packed_seq_params is not None:
             query, key, value = (x.squeeze(1) for x in (query, key, value))  # [t, n, d]
-            kind, more = "padding_causal" if is_causal else "padding", _packed(packed_seq_params)
+            kind = "padding_causal" if is_causal else "padding"
+            more = _packed(packed_seq_params)
         if self.window is not None:
             more["window_size"] = (self.window[0], 0) if is_causal else self.window
         module = self._module_for(query, key)
@@ -126,7 +127,8 @@ def _comm_arguments(comm: ContextParallelComm) -> dict[str, object]:
     if heads is not None:
         kind = "a2a"
         if ring is not None:
-            kind, group = "a2a+p2p", [heads, ring]
+            kind = "a2a+p2p"
+            group = [heads, ring]
     return {
         "cp_group": group,
         "cp_global_ranks": dist.get_process_group_ranks(comm.cp),

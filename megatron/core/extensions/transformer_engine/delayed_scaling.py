@@ -74,7 +74,9 @@ class EngineAmax(AmaxHistory):
         if _FORWARD not in meta:
             meta[_IS_LISTED] = []
             module.init_fp8_metadata(num_gemms=1)  # type: ignore[operator]
-            self._meta, self._scaled_by, self._weight = meta, -1, None
+            self._meta = meta
+            self._scaled_by = -1
+            self._weight = None
         forward = meta[_FORWARD]
         backward = meta[_BACKWARD]
         if self.training and self._has_evaluated:

@@ -26,8 +26,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 WANTED_BY = "--transformer-impl transformer_engine"
 _LAYER = "a layer of Transformer Engine, of --spec or a script"
-_PACKAGE, _OLDEST = "transformer_engine", (2, 4)
-_PYTORCH, _RECIPE = f"{_PACKAGE}.pytorch", f"{_PACKAGE}.common.recipe"
+_PACKAGE = "transformer_engine"
+_OLDEST = (2, 4)
+_PYTORCH = f"{_PACKAGE}.pytorch"
+_RECIPE = f"{_PACKAGE}.common.recipe"
 DTYPES = (torch.bfloat16, torch.float16)  # fp32 is excluded: the package's GEMMs use TF32
 _RECIPES = {
     "delayed": "DelayedScaling",
@@ -165,7 +167,8 @@ class Engine:
         if not torch.is_grad_enabled() or not all(hasattr(p, "main_grad") for p in weights):
             return None
         now = [(p.data_ptr(), p._version) for p in weights]
-        before, self._seen = self._seen, now
+        before = self._seen
+        self._seen = now
         return now != before
 
 

@@ -88,7 +88,8 @@ class _Computed(Linear):
 
         Rows are sorted by layer.  The caller adds biases.
         """
-        first, total = linears[0], len(linears)
+        first = linears[0]
+        total = len(linears)
         config = first.config
         assert first.weight is not None, "experts have weights of their own"
         assert first.engine is not None, "it comes with the weight"
@@ -107,7 +108,8 @@ class _Computed(Linear):
         cut = package().Fp8Unpadding(num_gemms=total, align_size=rows_each)
 
         def product(rows: Tensor, counts: Sequence[int]) -> Tensor:
-            engine.recipe, sizes = of_first.recipe, list(counts)
+            engine.recipe = of_first.recipe
+            sizes = list(counts)
             if engine.recipe is None:
                 return engine.run(rows, sizes)
             padded, wider = pad(rows, sizes)
@@ -145,7 +147,8 @@ class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
     def __init__(self, *sizes: int, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(*sizes, config=config, **arguments)
         norm = Norm(config, self.input_size, config.layernorm_epsilon)
-        self.layer_norm_weight, self.layer_norm_bias = norm.weight, norm.bias
+        self.layer_norm_weight = norm.weight
+        self.layer_norm_bias = norm.bias
 
     def norm_arguments(self) -> dict[str, object]:
         """See `TEColumnParallelLinear.norm_arguments`."""
