@@ -139,9 +139,9 @@ def test_a_mask_is_made_only_where_there_is_padding(monkeypatch: pytest.MonkeyPa
     seen: list[Any] = []
     attend = DotProductAttention.attend
 
-    def noted(self: Any, query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
+    def noted(self: Any, qkv: tuple[Tensor, Tensor, Tensor], context: Any) -> Tensor:
         seen.append(None if context.hidden is None else tuple(context.hidden.shape))
-        return attend(self, query, key, value, context)
+        return attend(self, qkv, context)
 
     monkeypatch.setattr(DotProductAttention, "attend", noted)
     model, given = bert(), batch()
