@@ -38,9 +38,8 @@ from benchmarks.gpu_contenders import SHAPES, Shape, contenders, make_trainer
 from megatron.core import device
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from megatron.training.estimates.flops import causal_model_flops
+from megatron.training.estimates.flops import causal_model_flops, known_peak
 from megatron.training.estimates.parameters import known_padded_vocab_size
-from megatron.training.estimates.peak_flops import known_peak
 from megatron.training.planning.out_of_memory import is_lack_of_memory
 
 COMPARED_STEPS = 20

@@ -22,8 +22,11 @@ from megatron.training.callbacks.energy import EnergyMeter
 from megatron.training.callbacks.records import EvalRecord, SinkList, StepRecord
 from megatron.training.callbacks.user import user_values
 from megatron.training.checkpointing.checkpointer import CheckpointEvent
-from megatron.training.estimates.flops import causal_model_flops, num_floating_point_operations
-from megatron.training.estimates.peak_flops import known_peak
+from megatron.training.estimates.flops import (
+    causal_model_flops,
+    known_peak,
+    num_floating_point_operations,
+)
 from megatron.training.estimates.theoretical_memory import print_memory
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import (

@@ -38,6 +38,7 @@ def lock_folder(folder: Path) -> io.FileIO:
 
 
 def _delete_unused(parent: Path, keep: Path) -> None:
+    """Delete the folders of this user in ``parent`` that no process uses, except ``keep``."""
     for folder in parent.glob(f"megatron-{os.getuid()}-*"):
         with suppress(OSError):
             found = folder.lstat()

@@ -13,11 +13,11 @@ from megatron.training.config.run import RunConfig
 from megatron.training.estimates.flops import (
     causal_model_flops,
     image_flops,
+    known_peak,
     mean_keys_per_query,
     num_floating_point_operations,
     tokens_of_a_sample,
 )
-from megatron.training.estimates.peak_flops import known_peak
 from megatron.training.models.registry import build_model_stage, implementation_of
 from tests.support.callback_calls import run_config
 from tests.support.one_process import one_process_groups
