@@ -125,6 +125,9 @@ class Scale(NamedTuple):
         return Scale(*(values[index] for values in self))
 
 
+_ROWS_IN_CACHE = 2  # of a vocabulary, that a CPU sorts and sums together
+
+
 def scale_of(
     logits: Blocks,
     temperature: npt.NDArray[np.float32],
@@ -141,14 +144,18 @@ def scale_of(
     highest = logits.maxima.amax(-1)
     scale = Scale(highest, upload(temperature), torch.full_like(highest, float("-inf")))
     is_limited = top_k < logits.logits.size(1)
-    for index in map(np.flatnonzero, (is_limited, ~is_limited & (top_p < 1))):
+    ordered = np.flatnonzero(~is_limited & (top_p < 1))
+    size = max(len(ordered), 1) if launches_kernels(highest.device) else _ROWS_IN_CACHE
+    parts = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    for index in (np.flatnonzero(is_limited), *parts):
         if not len(index):
             continue
         at = upload(index)
         best = logits.take(at).largest(int(top_k[index].max()))
         place = upload(top_k[index] - 1)
         if (top_p[index] < 1).any():
-            place = _last_of_top_p(scale.take(at)(best), place, upload(top_p[index]))
+            scaled = (best - highest[at, None]).div_(scale.temperature[at, None])
+            place = _last_of_top_p(scaled, place, upload(top_p[index]))
         scale.least.index_copy_(0, at, best.gather(-1, place[:, None])[:, 0])
     if (min_p > 0).any():
         of_min_p = highest + scale.temperature * upload(min_p).log()

@@ -127,11 +127,14 @@ class Sampler:
         penalised = np.flatnonzero([p.has_penalty for p in params])
         logits = self._apply_rules(logits, rows, params, penalised, plan.masks)
         blocks = Blocks.of(logits.float())
-        tokens = blocks.argmax()
         drawn = np.flatnonzero([not p.is_greedy for p in params])
-        if len(drawn):
-            at = self._upload(drawn)
-            tokens.index_copy_(0, at, self._draw(blocks.take(at), rows.take(drawn)))
+        if len(drawn) == len(params):
+            tokens = self._draw(blocks, rows)
+        else:
+            tokens = blocks.argmax()
+            if len(drawn):
+                at = self._upload(drawn)
+                tokens.index_copy_(0, at, self._draw(blocks.take(at), rows.take(drawn)))
         tokens = _checked(tokens, blocks)
         if len(penalised):
             part = rows.take(penalised)
