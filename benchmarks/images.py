@@ -2,7 +2,7 @@
 
     python -m benchmarks.images [--rounds 5]
 
-Contenders on the same JPEG bytes: this project's `ImageProcessor`; plain Pillow and numpy (decode,
+Contenders on the same JPEG bytes: this project's `ImageSettings`; plain Pillow and numpy (decode,
 resize, float32, subtract, divide, transpose); transformers' Pillow processors, which round as this
 project does.  Images per second, medians of rounds in which the contenders alternate.  Dated
 results are in images.md.
@@ -22,7 +22,7 @@ import torch
 import transformers
 from PIL import Image
 
-from megatron.core.datasets.images import STATISTICS, ImageProcessor, ImageSettings
+from megatron.core.datasets.images import STATISTICS, ImageSettings
 
 Call = Callable[[bytes], object]
 
@@ -51,25 +51,23 @@ def main() -> None:
 
 
 def _contenders() -> list[tuple[str, Call, Call, Call]]:
-    clip = ImageProcessor(ImageSettings(img_h=336, img_w=336, vision_model_type="siglip"))
+    clip = ImageSettings(img_h=336, img_w=336, vision_model_type="siglip")
     hf_clip = transformers.SiglipImageProcessorPil(size={"height": 336, "width": 336})
-    tiled = ImageProcessor(
-        ImageSettings(img_h=448, img_w=448, vision_model_type="internvit", **_TILED)
-    )
+    tiled = ImageSettings(img_h=448, img_w=448, vision_model_type="internvit", **_TILED)
     hf_tiled = transformers.GotOcr2ImageProcessorPil(
         size={"height": 448, "width": 448}, crop_to_patches=True, max_patches=6
     )
     return [
         (
             "336 x 336",
-            lambda data: clip.decode(data, "image"),
+            lambda data: clip.read(data, "image"),
             lambda data: _plain(_open(data), 336, 336),
             lambda data: hf_clip(_open(data)),
         ),
         (
             "tiles of 448 x 448",
-            lambda data: tiled.decode(data, "image"),
-            lambda data: _plain_tiles(data, tiled.settings),
+            lambda data: tiled.read(data, "image"),
+            lambda data: _plain_tiles(data, tiled),
             lambda data: hf_tiled(_open(data)),
         ),
     ]

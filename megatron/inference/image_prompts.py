@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from megatron.core.config.errors import DataError
-from megatron.core.datasets.images import ImageProcessor, ImageSettings, tile_tags
+from megatron.core.datasets.images import ImageSettings, tile_tags
 from megatron.core.inference.paged_engine.request import PromptImage, RequestError
 from megatron.core.tile_arrangement import TileArrangement
 from megatron.training.tokenizer import MegatronTokenizer
@@ -67,8 +67,7 @@ class ImagePrompts:
         read_file: Callable[[bytes, str], tuple[np.ndarray, tuple[int, int]]] | None = None,
     ) -> None:
         self.input = images
-        self._processor = ImageProcessor(images.settings)
-        self._read_file = read_file or self._processor.read
+        self._read_file = read_file or images.settings.read
         self._tokenizer = tokenizer
 
     def prompt(
@@ -176,7 +175,7 @@ class ImagePrompts:
             if isinstance(image, bytes):
                 pixels, size = self._read_file(image, name)
             else:
-                pixels = self._processor.process(image, name)
+                pixels = self.input.settings.process(image, name)
                 size = image.size
         except (OSError, DataError) as error:
             reason = error.strerror if isinstance(error, OSError) else error

@@ -16,7 +16,7 @@ import torch
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.images import ImageProcessor, ImageSettings, decode_image, pillow
+from megatron.core.datasets.images import ImageSettings, decode_image, pillow
 from megatron.core.datasets.megatron_dataset import (
     LowLevelDataset,
     ReplacedSamples,
@@ -172,14 +172,12 @@ class ImageFolderDataset(ReplacedSamples):
     split_unit = "images"
 
     @cached_property
-    def _processor(self) -> ImageProcessor:
+    def _settings(self) -> ImageSettings:
         height = self.config.img_h
         width = self.config.img_w
         is_cut = height == width and self.index_split != Split.train
         fit: Literal["crop", "stretch"] = "crop" if is_cut else "stretch"
-        return ImageProcessor(
-            ImageSettings(img_h=height, img_w=width, vision_model_type="vit", fit=fit)
-        )
+        return ImageSettings(img_h=height, img_w=width, vision_model_type="vit", fit=fit)
 
     @staticmethod
     def build_low_level_dataset(
@@ -203,7 +201,7 @@ class ImageFolderDataset(ReplacedSamples):
         if self.index_split == Split.train:
             size = self.config.img_w, self.config.img_h
             image = augment(image, size, self.random_of(number, _AUGMENTATION_STREAM))
-        return _tensors(self._processor.process(image, path)[0], label)
+        return _tensors(self._settings.process(image, path)[0], label)
 
 
 class MockImageFolderDataset(SyntheticDataset, ImageFolderDataset):

@@ -24,7 +24,7 @@ from megatron.core.datasets.conversations import (
     parse_object,
     turns_of,
 )
-from megatron.core.datasets.images import ImageProcessor, ImageSettings, size_of_image, tile_tags
+from megatron.core.datasets.images import ImageSettings, size_of_image, tile_tags
 from megatron.core.datasets.index_cache import cached_arrays
 from megatron.core.datasets.megatron_dataset import (
     LowLevelDataset,
@@ -52,9 +52,9 @@ class ImageTextDatasetConfig(ReplacedSamplesConfig):
     full; an image then counts as its tiles times ``embeddings_per_tile``.
     """
 
-    images: ImageSettings | None = None
+    images: ImageSettings
     image_token_index: int = -200  # id of an image in a sample, outside of any vocabulary
-    embeddings_per_tile: int | None = None
+    embeddings_per_tile: int = 1
     decoder_sequence_length: int | None = None
     packs_samples: bool = False  # several in one row
     counts_tiles: bool = False  # of every sample, for `num_tiles`
@@ -65,13 +65,6 @@ class ImageTextDatasetConfig(ReplacedSamplesConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.images is None:
-            raise ConfigError("ImageTextDatasetConfig: give images, the size of the tiles")
-        if self.decoder_sequence_length is not None and self.embeddings_per_tile is None:
-            raise ConfigError(
-                "ImageTextDatasetConfig: decoder_sequence_length needs embeddings_per_tile, the "
-                "number of positions of a tile"
-            )
         if not hasattr(self.tokenizer, "tokenize_conversation"):
             raise ConfigError(
                 "samples of images and text are conversations, which this tokenizer does not "
@@ -124,8 +117,6 @@ class ImageTextDataset(ReplacedSamples):
         config: ImageTextDatasetConfig,
     ) -> None:
         super().__init__(shards, dataset_path, indices, num_samples, index_split, config)
-        assert config.images is not None
-        self._processor = ImageProcessor(config.images)
         self._image_id = int(config.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
         self._rows: RowPlan | None = None
         self._lengths = np.empty((0, 3), np.int64)
@@ -180,7 +171,7 @@ class ImageTextDataset(ReplacedSamples):
         description = describe(
             OrderedDict(
                 shards=[(shard.path, shard.num_bytes) for shard in self.dataset.shards],
-                images=asdict(self._processor.settings),
+                images=asdict(self.config.images),
                 tokenizer=config.tokenizer,
                 limits=[config.sequence_length, config.decoder_sequence_length],
                 texts=[
@@ -224,8 +215,8 @@ class ImageTextDataset(ReplacedSamples):
 
         Raises DataError if no token with a loss is left.
         """
-        settings = self._processor.settings
-        per_tile = self.config.embeddings_per_tile or 1
+        settings = self.config.images
+        per_tile = self.config.embeddings_per_tile
         counts = [settings.num_tiles(*size) for size in sizes]
         ids, target, tiles = self._with_tiles(ids, target, counts)
         positions = np.where(tiles > 0, tiles * per_tile, 1)
@@ -249,13 +240,13 @@ class ImageTextDataset(ReplacedSamples):
         """Return the tensors of a sample; raise DataError if it cannot be used."""
         ids, target = self._tokens(content)
         images = [
-            self._processor.read(data, f"{content.name}, image {i}")
+            self.config.images.read(data, f"{content.name}, image {i}")
             for i, data in enumerate(content.images)
         ]
         laid = self._laid_out(ids, target, [size for _, size in images])
         sample = self._tensors(laid, [pixels for pixels, _ in images])
         kept = int((sample["num_tiles"] > 0).sum())
-        settings = self._processor.settings
+        settings = self.config.images
         if num_fields := {"anyres": 4, "patches": 3}.get(settings.tiling):
             sizes = [settings.image_size(*size) for _, size in images[:kept]]
             found = torch.tensor(sizes, dtype=torch.int64)
@@ -289,7 +280,7 @@ class ImageTextDataset(ReplacedSamples):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return ids, targets and tiles [n]; with tags, each image becomes tags and tiles."""
         index = self.config.image_token_index
-        settings = self._processor.settings
+        settings = self.config.images
         tiles = np.zeros(len(ids), np.int64)
         places = np.flatnonzero(ids == self._image_id)
         tiles[places] = num_tiles
@@ -317,7 +308,7 @@ class ImageTextDataset(ReplacedSamples):
         has_loss = following != _NO_LOSS
         weights = _weights_by_root(has_loss) if self.config.weighs_answers else has_loss
         tiles = laid.tiles[:end]
-        shape = self._processor.settings.tile_shape
+        shape = self.config.images.tile_shape
         all_pixels = np.concatenate([np.empty((0, *shape), np.float32), *pixels])
 
         def row(values: np.ndarray, filler: int) -> torch.Tensor:

@@ -283,7 +283,7 @@ STATISTICS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
-    """Size and number of tiles of an image, and the normalization of its pixels.
+    """Size and number of tiles of images, and normalization of their pixels: it processes images.
 
     ``fit``: stretch changes the aspect ratio; crop scales the shorter side and cuts the rest off,
     as CLIP.  ``tiling``: none; dynamic divides an image into the grid closest to its aspect ratio
@@ -305,27 +305,15 @@ class ImageSettings:
     patch_dim: int = 14  # only with patches
 
     def __post_init__(self) -> None:
-        if self.img_h < 1 or self.img_w < 1:
-            raise ConfigError(f"--img-h {self.img_h} --img-w {self.img_w}: give 1 pixel or more")
         if self.vision_model_type not in STATISTICS:
             raise ConfigError(
                 f"--vision-model-type {self.vision_model_type}: the mean and deviation of its "
                 f"pixels are not known; known are {', '.join(STATISTICS)}"
             )
-        if self.max_num_tiles < 1:
-            raise ConfigError(f"--max-num-tiles {self.max_num_tiles}: give 1 or more")
         if self.fit == "crop" and self.img_h != self.img_w:
             raise ConfigError(
                 f"--img-h {self.img_h} and --img-w {self.img_w} differ: images are cropped to "
                 "squares; give equal sizes, or stretch images"
-            )
-        if self.fit == "crop" and self.tiling == "dynamic":
-            raise ConfigError("dynamic tiling covers the complete image: stretch it, do not crop")
-        wrong = [r for r in self.resolutions if r[0] % self.img_h or r[1] % self.img_w]
-        if self.tiling == "anyres" and (wrong or not self.resolutions):
-            raise ConfigError(
-                f"resolutions {wrong} are no multiples of tiles of {self.img_h} x {self.img_w} "
-                "pixels (--img-h, --img-w): give (height, width) in multiples"
             )
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
@@ -372,22 +360,13 @@ class ImageSettings:
         """Return whether the last of ``num_tiles`` tiles of an image is the complete image."""
         return num_tiles == 1 or (self.tiling == "dynamic" and self.use_thumbnail)
 
-
-class ImageProcessor:
-    """Maps images to pixel values f32 [t, 3, H, W] as ``settings`` describe.
-
-    With patches they are f32 [blocks, 4, values of a patch].
-    """
-
-    def __init__(self, settings: ImageSettings) -> None:
-        self.settings = settings
-
     def read(self, data: bytes, name: str) -> tuple[np.ndarray, tuple[int, int]]:
         """Return pixel values of an image file, and width and height of the image in pixels.
 
-        See `decode_image` for errors.
+        Values are f32 [t, 3, H, W], with patches [blocks, 4, values of a patch].  See
+        `decode_image` for errors.
         """
-        image = decode_image(data, name, self.settings.max_pixels)
+        image = decode_image(data, name, self.max_pixels)
         return self.process(image, name), image.size
 
     def process(self, image: Any, name: str = "image") -> np.ndarray:
@@ -397,22 +376,21 @@ class ImageProcessor:
         is first.  Raises DataError if the image would become too large by scaling.
         """
         rgb = to_rgb(image, name)
-        settings = self.settings
-        tile = settings.img_w, settings.img_h
-        columns, rows = settings.grid(*rgb.size)
+        tile = self.img_w, self.img_h
+        columns, rows = self.grid(*rgb.size)
         canvas_size = columns * tile[0], rows * tile[1]
-        if settings.tiling == "none":
-            is_cropped = settings.fit == "crop"
+        if self.tiling == "none":
+            is_cropped = self.fit == "crop"
             tiles = [self._cropped(rgb, name) if is_cropped else self._resized(rgb, tile)]
-        elif settings.tiling == "patches":
-            block = MERGE * settings.patch_dim
+        elif self.tiling == "patches":
+            block = MERGE * self.patch_dim
             scaled = self._resized(rgb, (columns * block, rows * block))
-            return patches_of(self._normalized([scaled])[0], settings.patch_dim)
-        elif settings.tiling == "anyres":
+            return patches_of(self._normalized([scaled])[0], self.patch_dim)
+        elif self.tiling == "anyres":
             tiles = [self._resized(rgb, tile), *self._tiles(self._padded(rgb, canvas_size))]
         else:
             tiles = self._tiles(self._resized(rgb, canvas_size))
-            if settings.use_thumbnail and len(tiles) > 1:
+            if self.use_thumbnail and len(tiles) > 1:
                 tiles.append(self._resized(rgb, tile))
         return self._normalized(tiles)
 
@@ -424,12 +402,12 @@ class ImageProcessor:
     def _cropped(self, rgb: Any, name: str) -> np.ndarray:
         """Return the middle of the image whose shorter side was scaled to that of a tile."""
         width, height = rgb.size
-        side = self.settings.img_w
+        side = self.img_w
         scaled = int(side * max(rgb.size) / min(rgb.size))
-        if scaled * side > self.settings.max_pixels:
+        if scaled * side > self.max_pixels:
             raise DataError(
                 f"{name}: an image of {width} x {height} pixels becomes {side} x {scaled} before "
-                f"it is cropped, at most {self.settings.max_pixels} pixels are made: reduce it"
+                f"it is cropped, at most {self.max_pixels} pixels are made: reduce it"
             )
         size = (side, scaled) if width <= height else (scaled, side)
         left, top = ((length - side) // 2 for length in size)
@@ -446,8 +424,8 @@ class ImageProcessor:
         return canvas
 
     def _tiles(self, canvas: np.ndarray) -> list[np.ndarray]:
-        h = self.settings.img_h
-        w = self.settings.img_w
+        h = self.img_h
+        w = self.img_w
         corners = product(range(0, canvas.shape[0], h), range(0, canvas.shape[1], w))
         return [canvas[y : y + h, x : x + w] for y, x in corners]
 
@@ -461,7 +439,7 @@ class ImageProcessor:
 
     @property
     def _statistics(self) -> PixelStatistics:
-        return STATISTICS[self.settings.vision_model_type]
+        return STATISTICS[self.vision_model_type]
 
     @cached_property
     def _table(self) -> np.ndarray:

@@ -173,11 +173,6 @@ class ReplacedSamplesConfig(BlendedMegatronDatasetConfig):
 
     broken_samples: str = "skip"  # or "fail"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.broken_samples not in ("skip", "fail"):
-            raise ConfigError(f"--broken-samples {self.broken_samples}: give skip or fail")
-
 
 class ReplacedSamples(MegatronDataset):
     """Samples of one split, shuffled in each epoch; a sample's values depend on its number only.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from megatron.core.config.errors import ConfigError, DataError, MegatronError
+from megatron.core.config.errors import DataError, MegatronError
 from megatron.core.datasets.megatron_dataset import Sample
 from megatron.core.datasets.utils import EpochOrder
 from megatron.core.packed_seq_params import PackedBounds
@@ -192,12 +192,8 @@ def build_data_loader(dataset: Any, consumed_samples: int, config: DataLoaderCon
         )
     elif config.dataloader_type == "single":
         sampler = MegatronPretrainingSampler(*share, config.drop_last, config.pad_to_samples)
-    elif config.dataloader_type == "cyclic":
-        sampler = MegatronPretrainingRandomSampler(dataset, *share, seed=config.seed)
     else:
-        raise ConfigError(
-            f"--dataloader-type {config.dataloader_type}: give single, cyclic or external"
-        )
+        sampler = MegatronPretrainingRandomSampler(dataset, *share, seed=config.seed)
     # Each new iterator consumes a random seed.  A separate generator keeps data loading,
     # evaluation and resumption from changing the random stream of dropout.
     generator = torch.Generator().manual_seed(config.seed)

@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron.core.chat_templates import compile_template, template_errors
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.datasets.images import ImageProcessor, ImageSettings, pillow
+from megatron.core.datasets.images import ImageSettings, pillow
 from megatron.core.limited_processes import (
     LimitedProcesses,
     Limits,
@@ -128,7 +128,7 @@ def _processes(prepare: Callable[[bytes], Work], setup: bytes) -> LimitedProcess
 
 
 class LimitedImageProcessor:
-    """An `ImageProcessor` that reads each image in a process of its own."""
+    """`ImageSettings` that read each image in a process of its own."""
 
     def __init__(self, settings: ImageSettings) -> None:
         self._processes = _processes(_image_work, json.dumps(asdict(settings)).encode())
@@ -149,16 +149,16 @@ class LimitedImageProcessor:
 
 def _image_work(setup: bytes) -> Work:
     """Decode images as the setup, fields of `ImageSettings`, says."""
-    settings = json.loads(setup)
-    settings["resolutions"] = tuple(map(tuple, settings["resolutions"]))
-    processor = ImageProcessor(ImageSettings(**settings))
+    found = json.loads(setup)
+    found["resolutions"] = tuple(map(tuple, found["resolutions"]))
+    settings = ImageSettings(**found)
     pillow().init()  # imports the decoders
 
     def decode(connection: socket.socket, limits: Limits) -> None:
         name, _, data = receive(connection).partition(b"\0")
         with limits.one_of_few(), limits.time():
             try:
-                pixels, size = processor.read(data, name.decode())
+                pixels, size = settings.read(data, name.decode())
                 head = json.dumps([*size, pixels.shape])
                 answer = head.encode() + b"\n" + pixels.tobytes()
             except DataError as error:

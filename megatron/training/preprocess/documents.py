@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.training.preprocess.inputs import (
     BLOCK_BYTES,
+    PARQUET,
     SEPARATORS,
     Block,
     blocks,
     find_inputs,
-    is_parquet,
     pieces,
 )
 
@@ -130,7 +130,8 @@ def check_one_kind(paths: Sequence[str], record_format: RecordFormat) -> None:
             f"--input names plain text ({kinds[True]}) and JSON lines ({kinds[False]}); "
             "preprocess them apart, or say --input-format"
         )
-    if kinds.get(True) and (wrong := next(filter(is_parquet, paths), None)):
+    wrong = next((path for path in paths if path.endswith(PARQUET)), None)
+    if wrong and True in kinds:
         raise ConfigError(
             f"--input {wrong} is Parquet, not text: use --input-format jsonl and a file name that "
             "does not end in .txt"

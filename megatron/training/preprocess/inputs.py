@@ -24,19 +24,7 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.optional import require
 
 HEAD_BYTES = 512
-_PARQUET = b"PAR1"
-_SMALLEST_PARQUET = 12  # both magics, and the length of the footer
-
-
-def is_parquet(path: str) -> bool:
-    """Return whether the file begins and ends as Parquet does, whatever its name."""
-    if os.path.getsize(path) < _SMALLEST_PARQUET:
-        return False
-    with open(path, "rb", buffering=0) as file:
-        if file.read(len(_PARQUET)) != _PARQUET:
-            return False
-        file.seek(-len(_PARQUET), os.SEEK_END)
-        return file.read() == _PARQUET
+PARQUET = ".parquet"
 
 
 _ROWS_AT_ONCE = 64  # one dictionary entry may stand for all of them
@@ -100,7 +88,7 @@ def pieces(path: str, num_bytes: int) -> Iterator[tuple[bytes, int]]:
             zstandard = require("zstandard", f"--input {path}")
             errors = (*errors, zstandard.ZstdError)
             source = _zstandard_pieces(raw, zstandard)
-        elif is_parquet(path):
+        elif path.endswith(PARQUET):
             yield from json_lines(path)
             return
         else:
@@ -169,14 +157,9 @@ def find_inputs(pattern: str) -> list[str]:
             inside = f" inside {os.path.splitext(path)[1]}" if path.endswith(SUFFIXES) else ""
             raise DataError(
                 f"--input {path} is binary{inside} (it begins with {head[:8]!r}), not JSON lines "
-                "or text: extract or convert it; compressed files are named .gz or .zst"
+                "or text: extract or convert it; name gzip .gz, zstd .zst and Parquet .parquet"
             )
     return paths
-
-
-def is_stream(path: str) -> bool:
-    """Return whether the file must be read from its beginning: compressed, or Parquet."""
-    return path.endswith(SUFFIXES) or is_parquet(path)
 
 
 def block_bytes(paths: Sequence[str], num_workers: int) -> int:
@@ -190,7 +173,7 @@ def blocks(
 ) -> Iterator[Block]:
     """Yield the records of all files in order, in blocks of about ``num_bytes``."""
     for path in paths:
-        if is_stream(path):
+        if path.endswith((*SUFFIXES, PARQUET)):  # read from the beginning
             yield from _blocks_of_stream(path, separator, num_bytes)
             continue
         start, end = 0, os.path.getsize(path)

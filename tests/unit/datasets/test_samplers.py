@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.config.errors import DataError
 from megatron.core.datasets.samplers import (
     BalancedSampler,
     DataLoaderConfig,
@@ -169,10 +169,6 @@ class TestLoader:
         config = DataLoaderConfig(micro_batch_size=2, dataloader_type="external")
         assert build_data_loader(mine, 0, config) is mine
         assert build_data_loader(None, 0, DataLoaderConfig(micro_batch_size=2)) is None
-
-    def test_an_unknown_type_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="--dataloader-type random: give single, cyclic"):
-            self.load(dataloader_type="random")
 
 
 _READS_AND_FAILS = """

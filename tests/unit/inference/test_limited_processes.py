@@ -16,7 +16,7 @@ import pytest
 
 from megatron.core import limited_processes
 from megatron.core.config.errors import DataError
-from megatron.core.datasets.images import ImageProcessor, ImageSettings
+from megatron.core.datasets.images import ImageSettings
 from megatron.core.limited_processes import LimitedProcesses
 from megatron.inference.server.fields import ApiError
 from megatron.inference.server.workers import (
@@ -41,7 +41,7 @@ def test_images_of_several_threads_have_the_pixels_of_this_process() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda data: limited.read(data, "image 0"), files))
     for data, (pixels, size) in zip(files, found, strict=True):
-        expected, expected_size = ImageProcessor(SETTINGS).read(data, "a")
+        expected, expected_size = SETTINGS.read(data, "a")
         assert np.array_equal(pixels, expected)
         assert size == expected_size
 
@@ -51,7 +51,7 @@ def test_a_file_that_is_no_image_has_the_error_of_this_process() -> None:
     limited = LimitedImageProcessor(settings)
     for data in (b"", b"\0" * 100, encoded((24, 24))[:60], encoded((40000, 1))):
         with pytest.raises(DataError) as expected:
-            ImageProcessor(settings).read(data, "image 3")
+            settings.read(data, "image 3")
         with pytest.raises(DataError) as found:
             limited.read(data, "image 3")
         assert str(found.value) == str(expected.value)

@@ -82,10 +82,10 @@ def test_text_that_begins_like_a_signature_is_text(tmp_path, text):
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(optional, "why_missing", lambda package: f"{package} is not installed")
-    (tmp_path / "a.json").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
-    wanted = r"a.json is a Parquet file: pyarrow is not installed; pip install .*\[data\]"
+    (tmp_path / "a.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+    wanted = r"a.parquet is a Parquet file: pyarrow is not installed; pip install .*\[data\]"
     with pytest.raises(MissingDependency, match=wanted):
-        find_inputs(str(tmp_path / "a.json"))
+        find_inputs(str(tmp_path / "a.parquet"))
 
 
 ROWS = [{"text": f"hello {i}\nworld \u00e9\U0001f600", "id": i} for i in range(3000)]
@@ -118,8 +118,8 @@ def test_parquet_gives_the_tokens_of_the_same_json_lines(tmp_path, parquet, more
     lines = tmp_path / "in.jsonl"
     lines.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     preprocess(str(lines), tmp_path / "wanted", *more)
-    # The name does not matter, and rows lie in several row groups.
-    preprocess(parquet("in.json", row_group_size=700), tmp_path / "found", *more)
+    # Rows lie in several row groups.
+    preprocess(parquet("in.parquet", row_group_size=700), tmp_path / "found", *more)
     wanted, found = (
         IndexedDataset(str(tmp_path / f"{n}_text_document")) for n in ("wanted", "found")
     )
@@ -141,7 +141,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path, parquet):
     with pytest.raises(DataError, match=r"line 1: the record has no key 'id'; name the keys"):
         list(read_documents(parquet("in.parquet"), RecordFormat(json_keys=("id",))))
     (tmp_path / "in.parquet").write_bytes((tmp_path / "in.parquet").read_bytes()[:-9])
-    with pytest.raises(DataError, match="in.parquet is binary .it begins with b'PAR1"):
+    with pytest.raises(DataError, match="in.parquet is damaged after row 0: .*; copy it again"):
         list(read_documents(str(tmp_path / "in.parquet"), RecordFormat()))
     with pytest.raises(DataError, match=r"has no column of text .*: its columns are n \(int64\)"):
         list(read_documents(parquet("n.parquet", [{"n": 1}]), RecordFormat()))
@@ -153,7 +153,7 @@ def test_parquet_is_not_read_as_plain_text(tmp_path, parquet):
         ConfigError, match="in.parquet is Parquet, not text: use --input-format jsonl"
     ):
         preprocess(path, tmp_path / "out", "--input-format", "text")
-    with pytest.raises(ConfigError, match="in.txt is Parquet"):
+    with pytest.raises(DataError, match="in.txt is binary .* b'PAR1.* Parquet .parquet"):
         list(read_documents(parquet("in.txt"), RecordFormat()))
 
 
