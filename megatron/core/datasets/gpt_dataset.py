@@ -306,11 +306,11 @@ class GPTDataset(MegatronDataset):
 
     def _read_sample(self, idx: int) -> tuple[np.ndarray, int]:
         """Return token ids i64 [s (+ 1)], padded with 0, and the number of real tokens."""
-        text, _ = self._query_document_sample_shuffle_indices(idx)
+        text, sequences = self._query_document_sample_shuffle_indices(idx)
         num_real = len(text)
-        # As unsigned integers negative ids are large, so one comparison checks both bounds.
         if num_real and text.view(np.uint64).max() >= self._vocab_size:
-            raise self._outside_vocabulary(idx, text)
+            for sequence in sequences.tolist():
+                self._check_ids(sequence, self.dataset.get(sequence).astype(np.int64))
         if num_real < self._num_read:
             text = np.concatenate((text, np.zeros(self._num_read - num_real, np.int64)))
         return text, num_real
@@ -334,16 +334,6 @@ class GPTDataset(MegatronDataset):
         piece = self.dataset.get(int(documents[-1]), first_offset, stop - first_offset)
         text[filled : filled + len(piece)] = piece
         return text[: filled + len(piece)], documents
-
-    def _outside_vocabulary(self, idx: int, text: np.ndarray) -> DataError:
-        _, sequences = self._query_document_sample_shuffle_indices(idx)
-        wrong = next(int(t) for t in text if not 0 <= t < self._vocab_size)
-        holder = next(s for s in sequences.tolist() if wrong in self.dataset.get(s))
-        return DataError(
-            f"{self.dataset_path}.bin, sequence {holder}: token id {wrong} lies outside the "
-            f"vocabulary of {self._vocab_size}: train with the tokenizer that the data was "
-            "preprocessed with"
-        )
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Load the index arrays from the cache, or build them.  Not a collective."""

@@ -278,13 +278,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         first, end, target_length = self.sample_index[number].tolist()
         sentences = [self.dataset.get(i).astype(np.int64) for i in range(first, end)]
         for i, tokens in enumerate(sentences):
-            if len(tokens) and tokens.view(np.uint64).max() >= self._vocab_size:
-                wrong = next(t for t in tokens.tolist() if not 0 <= t < self._vocab_size)
-                raise DataError(
-                    f"{self.dataset_path}.bin, sequence {first + i}: token id {wrong} lies outside "
-                    f"the vocabulary of {self._vocab_size}: train with the tokenizer that the data "
-                    "was preprocessed with"
-                )
+            self._check_ids(first + i, tokens)
         return sentences, target_length
 
     def _words(self, tokens: np.ndarray, sentence: np.ndarray) -> Words:
@@ -343,18 +337,17 @@ class MaskedWordPieceDataset(MegatronDataset):
         """Log how many documents give no sample; raise DataError if no document gives one."""
         is_long = self.dataset.sequence_lengths > LONGEST_SENTENCE
         num_long = np.append(0, np.cumsum(is_long))[documents]
-        has_few, has_long = np.diff(documents) < min_sentences, np.diff(num_long) > 0
-        source = f"the {self.index_split.name} split of {self.dataset_path}"
-        unused = (
-            f"{int(has_few.sum())} of {len(has_few)} documents have fewer than {min_sentences} "
-            f"sentences, {int(has_long.sum())} have one of more than {LONGEST_SENTENCE} tokens"
+        is_unused = (np.diff(documents) < min_sentences) | (np.diff(num_long) > 0)
+        message = (
+            f"the {self.index_split.name} split of {self.dataset_path}: {is_unused.sum()} of "
+            f"{len(is_unused)} documents have fewer than {min_sentences} sentences, or one of more "
+            f"than {LONGEST_SENTENCE} tokens, and give no samples; preprocess the data with "
+            "--split-sentences"
         )
-        share = (has_few | has_long).mean()
-        cure = "; preprocess the data with --split-sentences" if share > 0.5 else ""
         if num_rows == 0:
-            raise DataError(f"{source} gives no samples: {unused}{cure}")
-        if share > 0:
-            logger.warning("%s: %s, and give no samples%s", source, unused, cure)
+            raise DataError(message)
+        if is_unused.any():
+            logger.warning(message)
 
 
 class CountingSentences(SyntheticDataset, MaskedWordPieceDataset):

@@ -101,6 +101,18 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Sample]):
         philox = np.random.Philox(key=np.array(key, np.uint64), counter=counter)
         return np.random.Generator(philox)
 
+    def _check_ids(self, sequence: int, tokens: np.ndarray) -> None:
+        """Raise DataError if a token id i64 of a sequence lies outside the vocabulary."""
+        vocab_size = self.config.tokenizer.vocab_size
+        # As unsigned integers negative ids are large, so one comparison checks both bounds.
+        wrong = tokens[tokens.view(np.uint64) >= vocab_size]
+        if len(wrong):
+            raise DataError(
+                f"{self.dataset_path}.bin, sequence {sequence}: token id {wrong[0]} lies outside "
+                f"the vocabulary of {vocab_size}: train with the tokenizer that the data was "
+                "preprocessed with"
+            )
+
     def _cache_prefix(self, *more: str) -> str:
         """Return the common path prefix of the index cache files."""
         name, directory = type(self).__name__, self.config.path_to_cache

@@ -85,8 +85,8 @@ def train_valid_test_num_samples(run: RunContext) -> tuple[int | None, int | Non
         left = (run.train_iters - run.state.iteration) * batch  # the batch size may have grown
         train = max(run.train_iters * batch, run.state.consumed_train_samples + left)
     passes = run.train_iters // validation.eval_interval + 1
-    valid = None if validation.full_validation else passes * validation.eval_iters * batch
-    return train, valid, validation.eval_iters * batch
+    test = validation.eval_iters * batch
+    return train, None if validation.full_validation else passes * test, test
 
 
 @in_phase("building the data")
@@ -105,10 +105,10 @@ def build_data(run: RunContext, provider: Provider) -> TrainingData:
         train, valid, test = provider(sizes)
     wrap = implementation_of(run.config).wrap_dataset
     if wrap is not None:
-        train = _map_sets(partial(wrap, run.config, num_trained=sizes[0] or 0), train)
-        valid, test = (
-            _map_sets(partial(wrap, run.config, num_trained=0), s) for s in (valid, test)
-        )
+        for_training = partial(wrap, run.config, num_trained=sizes[0] or 0)
+        for_evaluation = partial(wrap, run.config, num_trained=0)
+        train = _map_sets(for_training, train)
+        valid, test = _map_sets(for_evaluation, [valid, test])
     if run.config.data.dataloader_type == "external":
         return _external(run, train, valid, test)
     train_data: Any = None

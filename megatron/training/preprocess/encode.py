@@ -47,9 +47,8 @@ def sentence_splitter(language: str, keep_newlines: bool) -> SentenceSplitter:
         try:
             punkt = nltk.tokenize.PunktTokenizer(language)
             return partial(split_by_punkt, punkt, keep_newlines)
-        except (LookupError, AttributeError) as error:
-            reason = "nltk has no punkt_tab data for " + language
-            logger.debug("%s: %s", reason, error)
+        except (LookupError, AttributeError):
+            reason = f"nltk has no punkt_tab data for {language}"
     logger.warning(
         "--split-sentences: %s, so sentences are split by simple rules made for English; "
         "install nltk and its punkt_tab data for what it learned of %s",

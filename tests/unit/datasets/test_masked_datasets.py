@@ -111,7 +111,9 @@ class TestCache:
             bert_dataset(single)
         with caplog.at_level(logging.WARNING):
             assert len(t5_dataset(single)) == 2
-        assert "1 have one of more than 512 tokens" in caplog.text
+        assert (
+            "1 of 3 documents have fewer than 1 sentences, or one of more than 512" in caplog.text
+        )
 
 
 class TestEverySample:
@@ -144,7 +146,7 @@ class TestEverySample:
         small.vocab = {t: i for t, i in small.vocab.items() if i < 962}
         small.additional_special_tokens_ids = list(range(10, 50))
         made = KINDS[kind](prefix, tokenizer=small)
-        made._vocab_size = 300
+        small.vocab_size = 300
         with pytest.raises(DataError, match="lies outside the vocabulary of 300"):
             list(map(made.__getitem__, range(len(made))))
 
