@@ -169,6 +169,8 @@ def pack(rows: Sequence[Sequence[int] | np.ndarray]) -> TokenBatch:
 
 def surround(batch: TokenBatch, prefix: Sequence[int], suffix: Sequence[int]) -> TokenBatch:
     """Put ``prefix`` before and ``suffix`` after the ids of every text."""
+    if not prefix and not suffix:
+        return batch
     ends = batch.lengths.cumsum()
     bounds = np.stack([ends - batch.lengths, ends], 1)
     places = bounds.repeat([len(prefix), len(suffix)], 1).ravel()

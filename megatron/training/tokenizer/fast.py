@@ -125,6 +125,15 @@ def _equal(wanted: TokenBatch, found: TokenBatch) -> bool:
 
 _PROBE_STRIDE = 128  # code points between samples; scripts are assigned in blocks
 _CHARACTERS_PER_TEXT = 32
+# Code points whose category varies; each block between them has one (ideographs, Hangul).
+_MIXED = (
+    range(0x3400),
+    range(0x4DB0, 0x4E10),
+    range(0x9FF0, 0xAC10),
+    range(0xD7A0, 0xD800),
+    range(0xF900, 0x17010),
+    range(0x1AFF0, 0x20000),
+)
 
 
 def probe_texts(added_tokens: Iterable[str]) -> list[str]:
@@ -133,9 +142,11 @@ def probe_texts(added_tokens: Iterable[str]) -> list[str]:
     One character of every run of equal Unicode category is placed next to letters, digits and
     blanks.  Then follow the special tokens within text, and long runs.
     """
-    every = [chr(code) for code in (*range(0xD800), *range(0xE000, 0x33480))]
-    probes = [next(run) for _, run in groupby(every, unicodedata.category)]
-    probes += every[::_PROBE_STRIDE]
+    probes = [
+        next(run) for codes in _MIXED for _, run in groupby(map(chr, codes), unicodedata.category)
+    ]
+    probes += map(chr, range(0, 0xD800, _PROBE_STRIDE))
+    probes += map(chr, range(0xE000, 0x33480, _PROBE_STRIDE))
     texts = [
         "".join(f"a{c}1{c} {c}\n" for c in probes[i : i + _CHARACTERS_PER_TEXT])
         for i in range(0, len(probes), _CHARACTERS_PER_TEXT)
