@@ -56,7 +56,7 @@ def described(folder: Path) -> dict[str, Any]:
             [(c.offset, c.shape, c.array().read().tolist()) for c in tensor.chunks],
         )
         for key, tensor in index.tensors.items()
-    } | {key: type(index.object(key)).__name__ for key in index.objects}
+    } | {key: type(index.load(key)).__name__ for key in index.objects}
 
 
 def structure(value: Any) -> Any:

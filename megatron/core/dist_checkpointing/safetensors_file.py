@@ -101,8 +101,7 @@ def piece_name(key: str, whole: Shape, offset: Sequence[int], shape: Shape) -> s
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes in row-major order; copies only if not contiguous or not on the CPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

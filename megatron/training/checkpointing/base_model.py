@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
 from megatron.core.params.param_info import info_of
 from megatron.core.peft.lora import is_of_adapter
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
-from megatron.training.checkpointing.paths import is_same_directory, resolve_folder
+from megatron.training.checkpointing.paths import resolve_folder
 
 _FOLDER = "lora_base_folder"
 _HASH = "lora_base_hash"
@@ -97,19 +97,3 @@ def check_base(named: BaseModel, found: BaseModel, adapters: Path) -> None:
             f"with hash {named.hash}, but {found.folder or 'these random weights'} has "
             f"{found.hash}; give their base with --pretrained-checkpoint"
         )
-
-
-def check_not_overwritten(base: str, save: str | None) -> None:
-    """Raise CheckpointError if adapters would be saved into the directory of their base."""
-    if is_same_directory(base, save):
-        raise CheckpointError(
-            f"--save {save} holds the base of the adapters: save them in another directory"
-        )
-
-
-def refuse_adapters(folder: Path) -> None:
-    """Raise CheckpointError: the run has no adapters and ``folder`` holds them alone."""
-    raise CheckpointError(
-        f"{folder} holds adapters alone, and this run has none: add --use-checkpoint-args, or "
-        "--lora-rank and the other flags of the run that wrote it"
-    )

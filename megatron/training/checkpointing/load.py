@@ -46,13 +46,11 @@ from megatron.training.checkpointing.base_model import (
     BaseModel,
     base_named_in,
     check_base,
-    check_not_overwritten,
     folder_of_base,
     has_adapters,
     identify,
     of_adapters,
     of_base,
-    refuse_adapters,
 )
 from megatron.training.checkpointing.checkpoint_args import check_kind, compare_models
 from megatron.training.checkpointing.checkpoint_tensors import (
@@ -69,7 +67,13 @@ from megatron.training.checkpointing.non_persistent import (
     may_go_on,
     parts_root,
 )
-from megatron.training.checkpointing.paths import RunContent, check_common, check_rank_state, find
+from megatron.training.checkpointing.paths import (
+    RunContent,
+    check_common,
+    check_rank_state,
+    find,
+    is_same_directory,
+)
 from megatron.training.checkpointing.save import layout_of
 from megatron.training.checkpointing.source import (
     STARTED_FROM,
@@ -247,7 +251,11 @@ def _load_folder(
     world = parts.groups.world
     if with_adapters and not on_rank_0(partial(holds_adapters, folder), folder, world):
         # The folder is the base: its optimizer state and its counters belong to another run.
-        check_not_overwritten(source["root"], config.save)
+        if is_same_directory(source["root"], config.save):
+            raise CheckpointError(
+                f"--save {config.save} holds the base of the adapters: save them in another "
+                "directory"
+            )
         config = replace(config, no_load_optim=True, no_load_rng=True)
         source = {**source, "weights_only": True}
     weights_only = source["weights_only"]
@@ -280,7 +288,10 @@ def _load_folder(
         wanted = of_adapters(wanted)
         base = _load_base(config, parts, folder, named, explanation)
     elif named is not None:
-        refuse_adapters(folder)
+        raise CheckpointError(
+            f"{folder} holds adapters alone, and this run has none: add --use-checkpoint-args, or "
+            "--lora-rank and the other flags of the run that wrote it"
+        )
     if config.allow_missing_vision_projection_checkpoint:
         present = on_rank_0(partial(_projector_keys, folder), folder, world)
         wanted = [t for t in wanted if _PROJECTOR not in t.key or t.key in present]
@@ -357,8 +368,11 @@ def _load_base(
 
     Collective over all ranks.  Raises CheckpointError if it is not that base.
     """
-    given = config.pretrained_checkpoint
-    where = on_rank_0(partial(folder_of_base, named, given, folder), folder, parts.groups.world)
+    where = on_rank_0(
+        partial(folder_of_base, named, config.pretrained_checkpoint, folder),
+        folder,
+        parts.groups.world,
+    )
     if where is not None:
         config = replace(config, no_load_optim=True, load_main_params_from_ckpt=False)
         wanted = of_base(_wanted_tensors(config, parts))

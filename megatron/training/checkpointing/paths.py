@@ -186,8 +186,8 @@ def check_common(common: Common, folder: Path) -> RunContent:
         )
     optimizer, schedule = common.get("optimizer"), common.get("opt_param_scheduler")
     objective_state = common.get("objective_state")
-    scaler = optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None
-    steps = optimizer.get("step") if isinstance(optimizer, dict) else 0
+    of_optimizer = optimizer if isinstance(optimizer, dict) else {"step": 0}
+    scaler = of_optimizer.get("grad_scaler")
     counters = common.get("counters")
     problems = {
         "iteration": is_count(common.get("iteration")),
@@ -195,7 +195,7 @@ def check_common(common: Common, folder: Path) -> RunContent:
         "checkpoint_version": _is_number(common.get("checkpoint_version")),
         "counters": isinstance(counters, dict) and all(map(_is_number, counters.values())),
         "optimizer": optimizer is None or isinstance(optimizer, dict),
-        "optimizer.step": _is_number(steps),
+        "optimizer.step": _is_number(of_optimizer.get("step")),
         # The counters of a loss scaler are negative while steps are skipped, its scale never is.
         "optimizer.grad_scaler": scaler is None
         or isinstance(scaler, dict)

@@ -102,8 +102,8 @@ def test_enums_of_megatron_become_records() -> None:
 def test_boxes_of_a_stored_tensor(tmp_path: Path) -> None:
     whole = torch.arange(24.0).reshape(4, 6).t()
     array = saved(tmp_path / "f.pt", whole)
-    assert torch.equal(array.narrow(slice(1, 4), slice(2, 3)).read(), whole[1:4, 2:3])
-    assert torch.equal(array.select(2).read(), whole[2])
+    assert torch.equal(array[1:4, 2:3].read(), whole[1:4, 2:3])
+    assert torch.equal(array[2].read(), whole[2])
     flat = saved(tmp_path / "g.pt", torch.arange(24.0))
     assert torch.equal(flat.flat(5, (2, 3)).read(), torch.arange(5.0, 11.0).view(2, 3))
 

@@ -69,44 +69,44 @@ View = TypeVar("View", bound="ArrayView")
 
 @dataclass(frozen=True)
 class ArrayView(ABC):
-    """A strided view of stored values; offset and strides are in elements."""
+    """A strided view of stored values.
 
-    dtype: torch.dtype
-    offset: int
-    shape: Shape
-    stride: Shape
+    ``view``: a tensor without values (on device meta) of this dtype, shape, stride and offset.
+    """
+
+    view: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.view.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.view.shape)
 
     def read(self) -> Tensor:
         """Return a copy of the values in host memory.  Raises CheckpointDamaged."""
-        if 0 in self.shape:
-            return torch.empty(self.shape, dtype=self.dtype)
-        count = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        return self._elements(count).as_strided(self.shape, self.stride)
+        shape, stride = self.view.shape, self.view.stride()
+        if 0 in shape:
+            return torch.empty(shape, dtype=self.dtype)
+        count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        return self._elements(int(self.view.storage_offset()), count).as_strided(shape, stride)
 
     @abstractmethod
-    def _elements(self, count: int) -> Tensor:
+    def _elements(self, offset: int, count: int) -> Tensor:
         """Return a copy of ``count`` values starting at ``offset``."""
 
-    def narrow(self: View, *box: slice) -> View:
-        """Return the box given by one slice per leading dimension; the others are complete."""
-        begins = [s.start for s in box] + [0] * (len(self.shape) - len(box))
-        shape = tuple(s.stop - s.start for s in box) + self.shape[len(box) :]
-        moved = sum(b * s for b, s in zip(begins, self.stride, strict=True))
-        return replace(self, offset=self.offset + moved, shape=shape)
-
-    def select(self: View, index: int) -> View:
-        """Return entry ``index`` of the first dimension, without that dimension."""
-        one = self.narrow(slice(index, index + 1))
-        return replace(one, shape=one.shape[1:], stride=one.stride[1:])
+    def __getitem__(self: View, index: Any) -> View:
+        """Return the part that a tensor returns for ``index``."""
+        return replace(self, view=self.view[index])
 
     def flat(self: View, begin: int, shape: Shape) -> View:
         """Return ``prod(shape)`` elements of a contiguous array from ``begin``, with ``shape``."""
-        stride = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
-        return replace(self, offset=self.offset + begin, shape=shape, stride=stride)
+        return replace(self, view=self.view.view(-1)[begin : begin + prod(shape)].view(shape))
 
     def t(self: View) -> View:
         """Return the transposed matrix."""
-        return replace(self, shape=self.shape[::-1], stride=self.stride[::-1])
+        return replace(self, view=self.view.t())
 
 
 @dataclass(frozen=True)
@@ -118,20 +118,20 @@ class StoredArray(ArrayView):
     num_bytes: int
     crc32: int
 
-    def _elements(self, count: int) -> Tensor:
+    def _elements(self, offset: int, count: int) -> Tensor:
         self.file.check(self.start, self.num_bytes, self.crc32)
         size = self.dtype.itemsize
         raw = torch.frombuffer(
             self.file.bytes,
             dtype=torch.uint8,
             count=count * size,
-            offset=self.start + self.offset * size,
+            offset=self.start + offset * size,
         )
         # The copy is also aligned: an archive inside a file may start at any byte.
         return raw.clone().view(self.dtype)
 
     def __str__(self) -> str:
-        return f"tensor of {list(self.shape)}"
+        return f"{self.dtype} {list(self.shape)}"
 
 
 def load_archive(file: MappedFile, begin: int = 0, length: int | None = None) -> Unpickled:
@@ -187,7 +187,8 @@ def _rebuild(
         inside = 0 in shape or last < numel
         if magic != b"PK\x03\x04" or info.compress_type or not fits or not inside:
             raise ValueError(f"record {info.filename} does not hold its tensor")
-        return StoredArray(dtype, offset, shape, stride, file, start, info.file_size, info.CRC)
+        view = torch.empty(numel, dtype=dtype, device="meta").as_strided(shape, stride, offset)
+        return StoredArray(view, file, start, info.file_size, info.CRC)
 
     return rebuild
 

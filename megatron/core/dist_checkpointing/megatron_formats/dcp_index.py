@@ -104,15 +104,11 @@ class DcpIndex:
 
     def _array(self, key: str, offset: Shape, shape: Shape) -> StoredArray:
         array = self.load(key, offset)
-        if not isinstance(array, StoredArray) or array.shape != shape:
+        dtype = self.tensors[key].dtype
+        if not isinstance(array, StoredArray) or (array.dtype, array.shape) != (dtype, shape):
             raise CheckpointDamaged(
-                f"{self.folder}: {key} at {list(offset)} is a {array}, {list(shape)} was written"
-            )
-        expected = self.tensors[key].dtype
-        if array.dtype != expected:
-            raise CheckpointDamaged(
-                f"{self.folder / METADATA} is damaged: {key} is {expected} in it and "
-                f"{array.dtype} in {array.file.path.name}"
+                f"{self.folder / METADATA} is damaged: {key} at {list(offset)} is {dtype} "
+                f"{list(shape)} in it, and {array} in its file"
             )
         return array
 

@@ -158,8 +158,7 @@ class DcpFile(DefaultSavePlanner):
         kind: WriteItemType,
         data: TensorWriteData | None = None,
     ) -> JsonObject:
-        index = MetadataIndex(str(len(self._items)))
-        self._items.append(WriteItem(index, kind, tensor_data=data))
+        self._items.append(WriteItem(MetadataIndex(str(len(self._items))), kind, tensor_data=data))
         self._values.append((entry, make))
         return entry
 

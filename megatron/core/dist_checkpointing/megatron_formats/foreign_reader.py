@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -165,18 +165,18 @@ class ForeignReader(CheckpointReader):
             box[dim] = local
             offset = [0] * len(shape)
             offset[dim] = whole.start
-            self._add_rows(prefix + name, tuple(offset), array.narrow(*box))
+            self._add_rows(prefix + name, tuple(offset), array[tuple(box)])
 
     def _add_rows(self, key: str, offset: Shape, array: ArrayView) -> None:
         """Add a box, its query, key and value rows in our order (`_in_our_order`)."""
         version = float(self.values.get("checkpoint_version", 0))
         heads = int(self.args.get("num_attention_heads") or 1) // degree(self.args, "tensor")
-        if version >= 2 or "linear_qkv" not in key:
-            self._add(key, array.dtype, ForeignPiece(offset, array.shape, array.narrow))
-            return
-        for row, rows in _in_our_order(array, version, max(1, heads)):
-            at = (offset[0] + row, *offset[1:])
-            self._add(key, array.dtype, ForeignPiece(at, rows.shape, rows.narrow))
+        parts: Iterable[tuple[int, ArrayView]] = [(0, array)]
+        if version < 2 and "linear_qkv" in key:
+            parts = _in_our_order(array, version, max(1, heads))
+        for row, part in parts:
+            at = (offset[0] + row, *offset[1:]) if offset else ()
+            self._add(key, part.dtype, ForeignPiece(at, part.shape, partial(part.__getitem__, ())))
 
     def _finish(self) -> None:
         """Set ``tensors`` and ``manifest``.  The shape of a tensor is the span of its pieces.
@@ -209,7 +209,7 @@ class ForeignReader(CheckpointReader):
     def _read_piece(self, key: str, piece: StoredBox, box: Box, target: Tensor) -> None:
         assert isinstance(piece, ForeignPiece)
         with parsing(self.folder):
-            target.copy_(piece.array().narrow(*box).read())
+            target.copy_(piece.array()[box].read())
 
 
 def span_of(pieces: Iterable[StoredBox]) -> Shape:
@@ -225,14 +225,14 @@ def _in_our_order(array: ArrayView, version: float, heads: int) -> Iterator[tupl
     queries, then all keys, then all values; version 1 alternates rows of the three within a head.
     """
     width = array.shape[0] // (3 * heads)
-    step = array.stride[0]
     for head in range(heads):
         for kind in range(3):
-            first = (kind * heads + head) * width if version < 1 else head * width * 3 + kind
-            rows = array.narrow(slice(first, first + width))
+            first = (kind * heads + head) * width
+            rows = slice(first, first + width)
             if version >= 1:
-                rows = replace(rows, stride=(3 * step, *array.stride[1:]))
-            yield (head * 3 + kind) * width, rows
+                first = head * width * 3 + kind
+                rows = slice(first, first + 3 * width, 3)
+            yield (head * 3 + kind) * width, array[rows]
 
 
 def common_values(values: Mapping[str, Unpickled], iteration: int) -> JsonObject:

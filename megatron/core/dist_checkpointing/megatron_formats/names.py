@@ -189,8 +189,7 @@ HALVES = ("_w", "_v")  # suffixes of the two halves of a gated layer, if saved s
 
 def split_half(name: str) -> tuple[str, int | None]:
     """Split a suffix of `HALVES` from a name: the name, and the index of the half or None."""
-    is_half = name.endswith(HALVES)
-    return (name[:-2], HALVES.index(name[-2:])) if is_half else (name, None)
+    return (name[:-2], HALVES.index(name[-2:])) if name.endswith(HALVES) else (name, None)
 
 
 def is_expert(name: str) -> bool:

@@ -117,8 +117,7 @@ def numbered_groups(
         met.setdefault(group_of(name, num_dims, arguments), []).append(name)
     groups, done = [], 0
     for sort, names in met.items():
-        numbers = list(range(done, done + len(names)))
-        groups.append(({**by_sort[sort], "params": numbers}, names))
+        groups.append(({**by_sort[sort], "params": list(range(done, done + len(names)))}, names))
         done += len(names)
     return groups
 

@@ -99,8 +99,7 @@ def grad_scaler(common: Common) -> StateDict:
     state = common["optimizer"].get("grad_scaler")
     if not state:
         return {}
-    scale = torch.tensor([state["scale"]], dtype=torch.float32)
-    return {"grad_scaler": {**state, "scale": scale}}
+    return {"grad_scaler": {**state, "scale": torch.tensor([state["scale"]], dtype=torch.float32)}}
 
 
 def numbered_optimizer(

@@ -46,9 +46,8 @@ class TorchDcpReader(ForeignReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        index = DcpIndex(folder, self._map)
         with parsing(folder / METADATA):
-            self._read_index(index)
+            self._read_index(DcpIndex(folder, self._map))
 
     def _read_index(self, index: DcpIndex) -> None:
         """Set ``values`` and ``tensors`` from the index."""

@@ -239,10 +239,7 @@ def _boxes(tensor: DcpTensor, chunk: ForeignPiece) -> Iterator[ForeignPiece]:
 
 
 def _select(array: Callable[[], ArrayView], place: Shape) -> ArrayView:
-    found = array()
-    for index in place:
-        found = found.select(index)
-    return found
+    return array()[place]
 
 
 _GROUP = r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
@@ -259,13 +256,13 @@ class JoinedArray(ArrayView):
 
     parts: Sequence[tuple[int, int, Callable[[], ArrayView]]]
 
-    def _elements(self, count: int) -> Tensor:
+    def _elements(self, offset: int, count: int) -> Tensor:
         flat, missing = torch.empty(count, dtype=self.dtype), count
         for begin, end, array in self.parts:
-            low, high = max(begin, self.offset), min(end, self.offset + count)
+            low, high = max(begin, offset), min(end, offset + count)
             if low < high:
                 values = array().flat(low - begin, (high - low,)).read()
-                flat[low - self.offset : high - self.offset] = values
+                flat[low - offset : high - offset] = values
                 missing -= high - low
         if missing:
             raise CheckpointDamaged(f"{missing} elements of a bucket of the optimizer are missing")
@@ -308,4 +305,4 @@ def _concatenate(buckets: Sequence[DcpTensor], lengths: Sequence[int]) -> Joined
             if first < last:
                 parts.append((done + first, done + last, chunk.array))
         done += length
-    return JoinedArray(buckets[0].dtype, 0, (done,), (1,), parts)
+    return JoinedArray(torch.empty(done, dtype=buckets[0].dtype, device="meta"), parts)
