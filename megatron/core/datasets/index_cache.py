@@ -80,16 +80,20 @@ def cached_arrays(
     Arrays are rebuilt if they are damaged, have another ``description``, or fail ``fits(*arrays)``,
     which finds what the description does not tell: other data under the same name.  The description
     is written last, so its file marks a complete cache.  ``prefix-crc.json`` holds the CRC-32 of
-    each array file.  A cache written by Megatron-LM has no such file: its arrays are compared once
-    with those that ``build`` returns, then the file is written.  Not a collective.
+    each array file.  A cache written by Megatron-LM has no such file: one process compares its
+    arrays once with those that ``build`` returns, then writes the file.  In a directory that is
+    read-only they need only pass ``fits``.  Not a collective.
     """
     path, crc_path = f"{prefix}-description.txt", f"{prefix}-crc.json"
     paths = [f"{prefix}-{name}.npy" for name in names]
 
+    def is_described() -> bool:
+        with open(path, "rb") as file:
+            return file.read() == description.encode()
+
     def load() -> Sequence[np.ndarray] | None:
         try:
-            with open(path, encoding="utf-8") as file:
-                is_same = file.read() == description
+            is_same = is_described()
             has_crcs = os.path.exists(crc_path)
             if has_crcs:
                 with open(crc_path, encoding="utf-8") as file:
@@ -103,13 +107,11 @@ def cached_arrays(
         arrays = [array for path in paths if (array := load_array(path)) is not None]
         if len(arrays) < len(names):
             return None
-        if is_same and has_crcs and fits(*arrays):
+        is_trusted = has_crcs or not os.access(os.path.dirname(path) or ".", os.W_OK)
+        if is_same and is_trusted and fits(*arrays):
             return arrays
-        if is_same and not has_crcs and all(map(np.array_equal, arrays, build())):
-            with contextlib.suppress(OSError):  # the cache directory may be read-only
-                write_crcs()
-            return arrays
-        warn_once(f"{prefix}-*.npy belong to other data and are built again")
+        if has_crcs or not is_same:
+            warn_once(f"{prefix}-*.npy belong to other data and are built again")
         return None
 
     def write_crcs() -> None:
@@ -119,11 +121,18 @@ def cached_arrays(
     def build_and_save() -> Sequence[np.ndarray]:
         built = build()
         with contextlib.suppress(FileNotFoundError):
+            if is_described() and not os.path.exists(crc_path):
+                found = [array for each in paths if (array := load_array(each)) is not None]
+                if len(found) == len(built) and all(map(np.array_equal, found, built)):
+                    with contextlib.suppress(OSError):
+                        write_crcs()
+                    return found
+                warn_once(f"{prefix}-*.npy belong to other data and are built again")
             os.remove(path)
         for array_path, array in zip(paths, built, strict=True):
             save_array(array_path, array)
         write_crcs()
-        write_atomically(path, lambda file: file.write(description.encode("utf-8")))
+        write_atomically(path, lambda file: file.write(description.encode()))
         return load() or built  # memory-mapped: the ranks of a node share the pages
 
     return build_once(prefix, load, build_and_save)
