@@ -82,15 +82,15 @@ class DraftModel:
             sampled = np.empty(plan.num_outputs, dtype=np.int64)
         results = self._shared(torch.from_numpy(sampled).to(where)).cpu().numpy()
         last_rows, positions, ahead = _after(plan, results)
-        most = max(s.num_drafts for s in plan.segments)
-        shape = (len(plan.segments), max(self._num_layers, most))
-        drafts = torch.full(shape, NO_TOKEN, device=where)
+        layers = self._num_layers
+        most = max(layers, *(s.num_drafts for s in plan.segments))
+        drafts = torch.full((len(plan.segments), most), NO_TOKEN, device=where)
         ids = upload(ahead, where)
         ends = upload(last_rows, where)
 
         def want(number: int) -> list[int]:
             """Return the segments that want draft ``number`` and have an entry for its row."""
-            behind = positions + number - self._num_layers
+            behind = positions + number - layers
             return [
                 i
                 for i, s in enumerate(plan.segments)
@@ -111,7 +111,7 @@ class DraftModel:
                 found = self._sampler.draft(logits, StepPlan(rows))
             drafts[at, number - 1] = self._shared(found)
 
-        for number in range(1, self._num_layers + 1):
+        for number in range(1, layers + 1):
             hidden = self._predict(hidden, ids, number - 1, view.at_depth(number))
             last = hidden.index_select(0, ends)
             wanting = want(number)
@@ -122,9 +122,7 @@ class DraftModel:
             at = upload(np.array(wanting, dtype=np.int64), where)
             ids.index_copy_(0, ends[at], drafts[at, number - 1].clamp(min=0))
         # Then the last depth again, on its own rows.
-        for number in range(
-            self._num_layers + 1, (self._num_tokens if self._in_lockstep else most) + 1
-        ):
+        for number in range(layers + 1, (self._num_tokens if self._in_lockstep else most) + 1):
             wanting = want(number)
             if not wanting and not self._in_lockstep:
                 break
@@ -133,19 +131,14 @@ class DraftModel:
             segments = [idle_segment(self._cache.max_requests, self._cache.num_pages)]
             if wanting:  # else other ranks have drafts
                 ids = drafts[at, number - 2].clamp(min=0)
-                behind = positions + number - self._num_layers
+                behind = positions + number - layers
                 segments = [
                     Segment(s.slot, int(behind[i]), _ONE_TOKEN, s.pages, NO_INTEGERS)
                     for i, s in enumerate(plan.segments)
                     if i in wanting
                 ]
             rows = BatchView(self._cache, StepPlan(segments), where, slots=slots)
-            hidden = self._predict(
-                last.index_select(0, at),
-                ids,
-                self._num_layers - 1,
-                rows.at_depth(self._num_layers),
-            )
+            hidden = self._predict(last.index_select(0, at), ids, layers - 1, rows.at_depth(layers))
             last.index_copy_(0, at, hidden)
             sample(last, number, wanting)
         return drafts.cpu().numpy()
