@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.arguments import config_keys
+from megatron.training.arguments.options import parse_table
 from megatron.training.arguments.sections import options_by_dest
 from megatron.training.arguments.value_rules import problem_of_type, shown
 
@@ -116,144 +117,111 @@ def _name(action: argparse.Action) -> str:
 
 # Suggestion -> flags of other programs (Hugging Face Trainer, DeepSpeed, torchtitan, NeMo, nanoGPT)
 # and of other releases of Megatron-LM.
-SYNONYMS = {
-    "--lr": "learning-rate base-lr optimizer.lr optim.lr max-lr",
-    "--min-lr": "min-learning-rate lr-min lr-scheduler.min-lr",
-    "--train-samples = epochs x samples, or --train-iters = that / --global-batch-size": (
-        "epoch num-epochs num-train-epochs max-epochs train-epochs trainer.max-epochs"
-    ),
-    "--train-iters": (
-        "steps max-steps num-steps total-steps train-steps training-steps training.steps iters "
-        "max-iters num-iters iterations train-iterations trainer.max-steps num-train-steps"
-    ),
-    "--micro-batch-size (samples of one rank in one pass) or --global-batch-size": (
-        "batchsize bs bsz"
-    ),
-    "--micro-batch-size": (
-        "mbs per-device-train-batch-size per-gpu-train-batch-size train-micro-batch-size-per-gpu "
-        "local-batch-size training.local-batch-size device-batch-size microbatch-size"
-    ),
-    "--global-batch-size": "gbs train-batch-size total-batch-size training.global-batch-size",
-    "--global-batch-size = --micro-batch-size x data-parallel ranks x accumulation steps": (
-        "gradient-accumulation-steps grad-accumulation-steps grad-accum-steps grad-acc-steps "
-        "accumulation-steps accumulate-grad-batches gas num-microbatches"
-    ),
-    "--load": (
-        "resume resume-from resume-from-checkpoint load-checkpoint load-dir load-path "
-        "init-checkpoint restore-from ckpt-path from-checkpoint checkpoint.initial-load-path"
-    ),
-    "--save": "output-dir save-dir save-path out-dir checkpoint.folder save-checkpoint",
-    "--save and --load": "checkpoint-dir checkpoint-path ckpt-dir",
-    "--save-interval": "save-steps save-every save-freq checkpoint-interval checkpoint.interval",
-    "--eval-interval": "eval-steps eval-every eval-freq val-interval val-check-interval",
-    "--eval-iters": "val-iters eval-batches limit-val-batches",
-    "--log-interval": "logging-steps log-every log-freq log-steps log-every-n-steps "
-    "metrics.log-freq",
-    "--tensorboard-dir": "logging-dir log-dir tb-dir tensorboard-log-dir",
-    "--wandb-exp-name": "run-name wandb-name wandb-run-name",
-    "--num-layers": "layers n-layer n-layers nlayers num-hidden-layers depth",
-    "--hidden-size": "hidden hidden-dim d-model dmodel n-embd embed-dim model-dim dim",
-    "--num-attention-heads": "heads n-head n-heads nheads num-heads num-attn-heads",
-    "--group-query-attention and --num-query-groups": (
-        "n-kv-heads num-kv-heads kv-heads num-key-value-heads"
-    ),
-    "--ffn-hidden-size": "ffn-dim ffn-size d-ff mlp-hidden-size intermediate-size",
-    "--seq-length": (
-        "seq-len seqlen sequence-length max-seq-len max-seq-length max-length context-length "
-        "block-size training.seq-len n-ctx"
-    ),
-    "--hidden-dropout and --attention-dropout": "dropout",
-    "--normalization RMSNorm": "rmsnorm rms-norm use-rmsnorm use-rms-norm",
-    "--norm-epsilon": "norm-eps rms-norm-eps layer-norm-eps layernorm-eps layer-norm-epsilon",
-    "--position-embedding-type rope": "rope use-rope use-rotary rotary",
-    "--rotary-base": "rope-theta rope-base",
-    "--disable-bias-linear": "no-bias bias",
-    "--untie-embeddings-and-output-weights, or nothing: weights are tied by default": (
-        "tie-word-embeddings tie-embeddings tie-weights"
-    ),
-    "--num-experts": "n-experts moe-num-experts num-local-experts",
-    "--moe-router-topk": "moe-topk moe-top-k num-experts-per-tok num-experts-per-token",
-    "--clip-grad": (
-        "max-grad-norm max-norm grad-clip grad-norm-clip gradient-clipping gradient-clip-val "
-        "clip-grad-norm training.max-norm"
-    ),
-    "--weight-decay": "wd",
-    "--adam-beta1": "beta1",
-    "--adam-beta2": "beta2",
-    "--adam-eps": "adam-epsilon",
-    "--lr-warmup-iters": (
-        "warmup-steps warmup-iters num-warmup-steps lr-warmup-steps lr-scheduler.warmup-steps"
-    ),
-    "--lr-warmup-fraction": "warmup-ratio warmup-fraction",
-    "--lr-decay-style": "scheduler lr-schedule lr-scheduler lr-scheduler-type",
-    "--data-path": "data dataset datasets dataset-path data-dir data-prefix train-data train-file "
-    "training.dataset training.dataset-path",
-    "--tokenizer-type and --tokenizer-model": (
-        "tokenizer tokenizer-path tokenizer-name tokenizer-name-or-path model.tokenizer-path"
-    ),
-    "--mock-data": "fake-data dummy-data synthetic-data",
-    "--num-workers": "dataloader-num-workers",
-    "--seed": "random-seed",
-    "--tensor-model-parallel-size": (
-        "tp tp-size tp-degree tensor-parallel tensor-parallel-size tensor-parallel-degree "
-        "parallelism.tensor-parallel-degree intra-layer-model-parallel-size"
-    ),
-    "--pipeline-model-parallel-size": (
-        "pp pp-size pp-degree pipeline-parallel pipeline-parallel-size pipeline-parallel-degree "
-        "parallelism.pipeline-parallel-degree inter-layer-model-parallel-size"
-    ),
-    "--context-parallel-size": (
-        "cp cp-size cp-degree context-parallel-degree parallelism.context-parallel-degree "
-        "ulysses-degree sequence-parallel-size ds-sequence-parallel-size"
-    ),
-    "--expert-model-parallel-size": (
-        "ep ep-size ep-degree expert-parallel expert-parallel-size moe-expert-parallel-size "
-        "parallelism.expert-parallel-degree"
-    ),
-    "fewer ranks for the model: data-parallel size is ranks / (tensor x pipeline x context)": (
-        "dp dp-size data-parallel-size dp-degree"
-    ),
-    "--use-torch-fsdp2 or --use-megatron-fsdp": "fsdp fsdp2 use-fsdp use-fsdp2",
-    "--use-distributed-optimizer (ZeRO-1) or --use-torch-fsdp2 (ZeRO-3)": (
-        "zero zero1 zero-1 zero-stage deepspeed deepspeed-config ds-config use-deepspeed"
-    ),
-    "--bf16 or --fp16": "precision mixed-precision dtype torch-dtype amp trainer.precision half",
-    "--fp8-format": "use-fp8 enable-fp8",
-    "--compile layer or --compile model": "torch-compile use-compile use-torch-compile "
-    "training.compile",
-    "--attention-backend flash": "flash-attn flash-attention use-flash-attention enable-flash-attn",
-    "--attention-backend": "attn-impl attn-implementation attention-impl",
-    "--recompute-activations or --recompute-granularity full": (
-        "gradient-checkpointing grad-checkpointing activation-checkpointing activation-checkpoint "
-        "use-activation-checkpointing recompute activation-checkpoint.mode "
-        "activations-checkpoint-granularity"
-    ),
-    "--recompute-num-layers": "checkpoint-num-layers activations-checkpoint-num-layers",
-    "--recompute-method": "activations-checkpoint-method",
-    "--distribute-saved-activations": "distribute-checkpointed-activations",
-    "--transformer-impl transformer_engine": "te use-transformer-engine transformer-engine",
-    "--transformer-impl local": "no-te",
-    "--device cpu": "cpu no-cuda use-cpu",
-    "--exit-duration-in-mins": "max-time",
-    "--optimizer-cpu-offload": "cpu-optimizer offload-optimizer",
-    "--accumulate-allreduce-grads-in-fp32": "fp32-allreduce",
-    "--ckpt-format": "checkpoint-format",
-    "--encoder-pipeline-model-parallel-size": "pipeline-model-parallel-split-rank",
-    "--account-for-embedding-in-pipeline-split": "standalone-embedding-stage",
-    "--deterministic-mode": "deterministic",
-    "--enable-cuda-graph or --external-cuda-graph": "cuda-graph-impl cuda-graphs",
-    "no flag: this is the default": (
-        "dynamic-loss-scale scaled-masked-softmax-fusion bias-gelu-fusion "
-        "no-query-key-layer-scaling scaled-upper-triang-masked-softmax-fusion "
-        "resume-dataloader"
-    ),
-    "no flag: data parallelism has one implementation": (
-        "ddp-impl use-contiguous-buffers-in-local-ddp no-contiguous-buffers-in-local-ddp"
-    ),
-    "torchrun's flag of this name, before the name of the script": (
-        "nproc-per-node nnodes node-rank master-addr master-port rdzv-backend rdzv-endpoint"
-    ),
-}  # fmt: skip
+SYNONYMS = parse_table(
+    """
+--lr | learning-rate base-lr optimizer.lr optim.lr max-lr
+--min-lr | min-learning-rate lr-min lr-scheduler.min-lr
+--train-samples = epochs x samples, or --train-iters = that / --global-batch-size | epoch num-epochs
+    num-train-epochs max-epochs train-epochs trainer.max-epochs
+--train-iters | steps max-steps num-steps total-steps train-steps training-steps training.steps
+    iters max-iters num-iters iterations train-iterations trainer.max-steps num-train-steps
+--micro-batch-size (samples of one rank in one pass) or --global-batch-size | batchsize bs bsz
+--micro-batch-size | mbs per-device-train-batch-size per-gpu-train-batch-size
+    train-micro-batch-size-per-gpu local-batch-size training.local-batch-size device-batch-size
+    microbatch-size
+--global-batch-size | gbs train-batch-size total-batch-size training.global-batch-size
+--global-batch-size = --micro-batch-size x data-parallel ranks x accumulation steps |
+    gradient-accumulation-steps grad-accumulation-steps grad-accum-steps grad-acc-steps
+    accumulation-steps accumulate-grad-batches gas num-microbatches
+--load | resume resume-from resume-from-checkpoint load-checkpoint load-dir load-path
+    init-checkpoint restore-from ckpt-path from-checkpoint checkpoint.initial-load-path
+--save | output-dir save-dir save-path out-dir checkpoint.folder save-checkpoint
+--save and --load | checkpoint-dir checkpoint-path ckpt-dir
+--save-interval | save-steps save-every save-freq checkpoint-interval checkpoint.interval
+--eval-interval | eval-steps eval-every eval-freq val-interval val-check-interval
+--eval-iters | val-iters eval-batches limit-val-batches
+--log-interval | logging-steps log-every log-freq log-steps log-every-n-steps metrics.log-freq
+--tensorboard-dir | logging-dir log-dir tb-dir tensorboard-log-dir
+--wandb-exp-name | run-name wandb-name wandb-run-name
+--num-layers | layers n-layer n-layers nlayers num-hidden-layers depth
+--hidden-size | hidden hidden-dim d-model dmodel n-embd embed-dim model-dim dim
+--num-attention-heads | heads n-head n-heads nheads num-heads num-attn-heads
+--group-query-attention and --num-query-groups | n-kv-heads num-kv-heads kv-heads
+    num-key-value-heads
+--ffn-hidden-size | ffn-dim ffn-size d-ff mlp-hidden-size intermediate-size
+--seq-length | seq-len seqlen sequence-length max-seq-len max-seq-length max-length context-length
+    block-size training.seq-len n-ctx
+--hidden-dropout and --attention-dropout | dropout
+--normalization RMSNorm | rmsnorm rms-norm use-rmsnorm use-rms-norm
+--norm-epsilon | norm-eps rms-norm-eps layer-norm-eps layernorm-eps layer-norm-epsilon
+--position-embedding-type rope | rope use-rope use-rotary rotary
+--rotary-base | rope-theta rope-base
+--disable-bias-linear | no-bias bias
+--untie-embeddings-and-output-weights, or nothing: weights are tied by default | tie-word-embeddings
+    tie-embeddings tie-weights
+--num-experts | n-experts moe-num-experts num-local-experts
+--moe-router-topk | moe-topk moe-top-k num-experts-per-tok num-experts-per-token
+--clip-grad | max-grad-norm max-norm grad-clip grad-norm-clip gradient-clipping gradient-clip-val
+    clip-grad-norm training.max-norm
+--weight-decay | wd
+--adam-beta1 | beta1
+--adam-beta2 | beta2
+--adam-eps | adam-epsilon
+--lr-warmup-iters | warmup-steps warmup-iters num-warmup-steps lr-warmup-steps
+    lr-scheduler.warmup-steps
+--lr-warmup-fraction | warmup-ratio warmup-fraction
+--lr-decay-style | scheduler lr-schedule lr-scheduler lr-scheduler-type
+--data-path | data dataset datasets dataset-path data-dir data-prefix train-data train-file
+    training.dataset training.dataset-path
+--tokenizer-type and --tokenizer-model | tokenizer tokenizer-path tokenizer-name
+    tokenizer-name-or-path model.tokenizer-path
+--mock-data | fake-data dummy-data synthetic-data
+--num-workers | dataloader-num-workers
+--seed | random-seed
+--tensor-model-parallel-size | tp tp-size tp-degree tensor-parallel tensor-parallel-size
+    tensor-parallel-degree parallelism.tensor-parallel-degree intra-layer-model-parallel-size
+--pipeline-model-parallel-size | pp pp-size pp-degree pipeline-parallel pipeline-parallel-size
+    pipeline-parallel-degree parallelism.pipeline-parallel-degree inter-layer-model-parallel-size
+--context-parallel-size | cp cp-size cp-degree context-parallel-degree
+    parallelism.context-parallel-degree ulysses-degree sequence-parallel-size
+    ds-sequence-parallel-size
+--expert-model-parallel-size | ep ep-size ep-degree expert-parallel expert-parallel-size
+    moe-expert-parallel-size parallelism.expert-parallel-degree
+fewer ranks for the model: data-parallel size is ranks / (tensor x pipeline x context) | dp dp-size
+    data-parallel-size dp-degree
+--use-torch-fsdp2 or --use-megatron-fsdp | fsdp fsdp2 use-fsdp use-fsdp2
+--use-distributed-optimizer (ZeRO-1) or --use-torch-fsdp2 (ZeRO-3) | zero zero1 zero-1 zero-stage
+    deepspeed deepspeed-config ds-config use-deepspeed
+--bf16 or --fp16 | precision mixed-precision dtype torch-dtype amp trainer.precision half
+--fp8-format | use-fp8 enable-fp8
+--compile layer or --compile model | torch-compile use-compile use-torch-compile training.compile
+--attention-backend flash | flash-attn flash-attention use-flash-attention enable-flash-attn
+--attention-backend | attn-impl attn-implementation attention-impl
+--recompute-activations or --recompute-granularity full | gradient-checkpointing grad-checkpointing
+    activation-checkpointing activation-checkpoint use-activation-checkpointing recompute
+    activation-checkpoint.mode activations-checkpoint-granularity
+--recompute-num-layers | checkpoint-num-layers activations-checkpoint-num-layers
+--recompute-method | activations-checkpoint-method
+--distribute-saved-activations | distribute-checkpointed-activations
+--transformer-impl transformer_engine | te use-transformer-engine transformer-engine
+--transformer-impl local | no-te
+--device cpu | cpu no-cuda use-cpu
+--exit-duration-in-mins | max-time
+--optimizer-cpu-offload | cpu-optimizer offload-optimizer
+--accumulate-allreduce-grads-in-fp32 | fp32-allreduce
+--ckpt-format | checkpoint-format
+--encoder-pipeline-model-parallel-size | pipeline-model-parallel-split-rank
+--account-for-embedding-in-pipeline-split | standalone-embedding-stage
+--deterministic-mode | deterministic
+--enable-cuda-graph or --external-cuda-graph | cuda-graph-impl cuda-graphs
+no flag: this is the default | dynamic-loss-scale scaled-masked-softmax-fusion bias-gelu-fusion
+    no-query-key-layer-scaling scaled-upper-triang-masked-softmax-fusion resume-dataloader
+no flag: data parallelism has one implementation | ddp-impl use-contiguous-buffers-in-local-ddp
+    no-contiguous-buffers-in-local-ddp
+torchrun's flag of this name, before the name of the script | nproc-per-node nnodes node-rank
+    master-addr master-port rdzv-backend rdzv-endpoint
+"""
+)
 _BY_NAME = {name: text for text, names in SYNONYMS.items() for name in names.split()}
 
 _CLOSE = 0.85  # minimum ratio of equal letters: one wrong letter in seven

@@ -28,14 +28,13 @@ from megatron.training.config.run import RunConfig
 
 # Headings under which Megatron-LM's YAML files nest their keys.
 _HEADINGS = ("language_model", "model_parallel")
-_JSON_TYPES = (type(None), bool, int, str)
 
 
 def write_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
     """Write the requested flags of ``config``, complete, and the resolved values."""
     content = {
         "_world_size": config.world_size,
-        **_plain_values(config.asked),
+        **{dest: _plain(value) for dest, value in config.asked.items()},
         "_resolved": resolved_values(config),
     }
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -44,14 +43,9 @@ def write_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
 def resolved_values(config: RunConfig) -> dict[str, dict[str, object]]:
     """Return all values of all sections in JSON types."""
     return {
-        name: _plain_values({f.name: vars(vars(config)[name])[f.name] for f in fields(cls)})
+        name: {f.name: _plain(vars(vars(config)[name])[f.name]) for f in fields(cls)}
         for name, cls in SECTIONS.items()
     }
-
-
-def _plain_values(values: Mapping[str, object]) -> dict[str, object]:
-    # Most of the thousand values that each checkpoint stores are of these types already.
-    return {k: v if type(v) in _JSON_TYPES else _plain(v) for k, v in values.items()}
 
 
 def _plain(value: object) -> object:

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.training.arguments.options import parse_table
+
 
 @dataclass(frozen=True)
 class ConfigField:
-    """A config field that no flag sets.  Exactly one of ``refused`` and ``ignored`` is given."""
+    """A config field that no flag sets."""
 
-    default: object = None  # the value that requests nothing, like null
-    refused: str | None = None
-    ignored: str | None = None
+    default: bool | None  # the value that requests nothing, like null
+    reason: str
+    is_refused: bool  # otherwise ignored
 
 
 @dataclass(frozen=True)
@@ -57,73 +59,54 @@ _SWITCHES = {dest for dest in ACTIVATIONS.values() if dest is not None}
 _ALWAYS_GATED = {"swiglu", "geglu", "quick_geglu"}
 _BIAS_FUSIONS = ("bias_gelu_fusion", "bias_swiglu_fusion")
 
-_PROGRAM = ConfigField(
-    refused="the program builds this object itself; use the keys of its settings"
-)
-_DTYPE = ConfigField(refused="the dtype follows bf16 and fp16; use one of those keys")
-_TP_OVERLAP = ConfigField(False, ignored="it only adjusts tp_comm_overlap")
-_EXACT_FP8 = ConfigField(
-    False, refused="this fp8 path is not available in this program; use fp8 and fp8_recipe"
-)
-_IMPLEMENTATION = "this version makes this choice itself; results do not depend on it"
-_DERIVED = ConfigField(False, ignored="the program derives it from other keys")
+# Keys, each with the value that requests nothing if that is not null, and why others are refused.
+_REFUSED = """
+timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func |
+    the program builds this object itself; use the keys of its settings
+params_dtype pipeline_dtype | the dtype follows bf16 and fp16; use one of those keys
+enable_autocast=False | use bf16 or fp16 instead of autocast
+num_microbatches_with_partial_activation_checkpoints |
+    recomputing only some micro-batches is not available; use recompute_granularity
+moe_extended_tp=False | use expert_tensor_parallel_size
+moe_token_dropping=False | use moe_expert_capacity_factor to drop tokens
+moe_router_topk_limited_devices | use moe_router_num_groups and moe_router_group_topk
+output_layer_init_method | use init_method_std instead
+embedding_init_method | use embedding_init_method_std
+activation_func_fp8_input_store=False fp8_dot_product_attention=False
+    fp8_multi_head_attention=False tp_only_amax_red=False |
+    this fp8 path is not available in this program; use fp8 and fp8_recipe
+use_kitchen=False quant_recipe | the kitchen package is not public; use fp8
+heterogeneous_block_specs=False | use heterogeneous_layers_config_path
+standalone_embedding_stage=False | use account_for_embedding_in_pipeline_split
+"""
+# The same for keys that are ignored with a warning.
+_IGNORED = """
+autocast_dtype | it only adjusts enable_autocast
+tp_comm_atomic_ag=False tp_comm_atomic_rs=False tp_comm_overlap_disable_qkv=False
+    tp_comm_overlap_disable_fc1=False | it only adjusts tp_comm_overlap
+batch_p2p_comm=True batch_p2p_sync=True deallocate_pipeline_outputs=False
+    cpu_offloading_double_buffering=False memory_efficient_layer_norm=False
+    disable_parameter_transpose_cache=False cuda_graph_use_single_mempool=False
+    cuda_graph_retain_backward_graph=False |
+    this version makes this choice itself; results do not depend on it
+variable_seq_lengths=False |
+    rows of --no-sft-packing differ in length without it, others have one length
+cpu_offloading_activations=True | cpu_offloading always offloads activations
+cpu_offloading_weights=False | cpu_offloading does not offload weights
+hetereogenous_dist_checkpoint=False is_hybrid_model=False |
+    the program derives it from other keys
+"""
 
-FIELDS: dict[str, ConfigField] = {
-    **dict.fromkeys(
-        "timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func "
-        "param_sync_func".split(),
-        _PROGRAM,
-    ),
-    "params_dtype": _DTYPE,
-    "pipeline_dtype": _DTYPE,
-    "enable_autocast": ConfigField(False, refused="use bf16 or fp16 instead of autocast"),
-    "autocast_dtype": ConfigField(ignored="it only adjusts enable_autocast"),
-    "num_microbatches_with_partial_activation_checkpoints": ConfigField(
-        refused="recomputing only some micro-batches is not available; use recompute_granularity"
-    ),
-    **dict.fromkeys(
-        "tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_overlap_disable_qkv "
-        "tp_comm_overlap_disable_fc1".split(),
-        _TP_OVERLAP,
-    ),
-    "batch_p2p_comm": ConfigField(True, ignored=_IMPLEMENTATION),
-    "batch_p2p_sync": ConfigField(True, ignored=_IMPLEMENTATION),
-    "deallocate_pipeline_outputs": ConfigField(False, ignored=_IMPLEMENTATION),
-    "variable_seq_lengths": ConfigField(
-        False,
-        ignored="rows of --no-sft-packing differ in length without it, others have one length",
-    ),
-    "cpu_offloading_activations": ConfigField(
-        True, ignored="cpu_offloading always offloads activations"
-    ),
-    "cpu_offloading_weights": ConfigField(False, ignored="cpu_offloading does not offload weights"),
-    "cpu_offloading_double_buffering": ConfigField(False, ignored=_IMPLEMENTATION),
-    "moe_extended_tp": ConfigField(False, refused="use expert_tensor_parallel_size"),
-    "moe_token_dropping": ConfigField(
-        False, refused="use moe_expert_capacity_factor to drop tokens"
-    ),
-    "moe_router_topk_limited_devices": ConfigField(
-        refused="use moe_router_num_groups and moe_router_group_topk"
-    ),
-    "output_layer_init_method": ConfigField(refused="use init_method_std instead"),
-    "embedding_init_method": ConfigField(refused="use embedding_init_method_std"),
-    "memory_efficient_layer_norm": ConfigField(False, ignored=_IMPLEMENTATION),
-    "disable_parameter_transpose_cache": ConfigField(False, ignored=_IMPLEMENTATION),
-    "activation_func_fp8_input_store": _EXACT_FP8,
-    "fp8_dot_product_attention": _EXACT_FP8,
-    "fp8_multi_head_attention": _EXACT_FP8,
-    "tp_only_amax_red": _EXACT_FP8,
-    "use_kitchen": ConfigField(False, refused="the kitchen package is not public; use fp8"),
-    "quant_recipe": ConfigField(refused="the kitchen package is not public; use fp8"),
-    "cuda_graph_use_single_mempool": ConfigField(False, ignored=_IMPLEMENTATION),
-    "cuda_graph_retain_backward_graph": ConfigField(False, ignored=_IMPLEMENTATION),
-    "heterogeneous_block_specs": ConfigField(False, refused="use heterogeneous_layers_config_path"),
-    "hetereogenous_dist_checkpoint": _DERIVED,
-    "is_hybrid_model": _DERIVED,
-    "standalone_embedding_stage": ConfigField(
-        False, refused="use account_for_embedding_in_pipeline_split"
-    ),
-}
+
+def _fields(text: str, *, is_refused: bool) -> dict[str, ConfigField]:
+    return {
+        key: ConfigField({"": None}.get(default, default == "True"), reason, is_refused)
+        for keys, reason in parse_table(text).items()
+        for key, _, default in (word.partition("=") for word in keys.split())
+    }
+
+
+FIELDS = _fields(_REFUSED, is_refused=True) | _fields(_IGNORED, is_refused=False)
 
 # Keys that a function below translates.
 _TRANSLATED = ("activation_func", "gated_linear_unit", "bias_activation_fusion", "init_method")
@@ -142,12 +125,12 @@ def translate(content: dict[str, object]) -> Translation:
         field = FIELDS.get(key)
         if field is None or value is None or value == field.default:
             continue
-        if field.refused is not None:
-            problems.append(_unavailable(key, value, field.refused))
+        if field.is_refused:
+            problems.append(_unavailable(key, value, field.reason))
         elif isinstance(field.default, bool) and not isinstance(value, bool):
             problems.append(f"{key}: {value!r} is not true or false")
         else:
-            warnings.append(f"{key} {value} is without effect: {field.ignored}")
+            warnings.append(f"{key} {value} is without effect: {field.reason}")
     return Translation(values, problems, warnings)
 
 

@@ -76,10 +76,8 @@ def precision(ns: Namespace) -> Iterator[str]:
     --fp16 and a dynamic loss scale the NaN check of loss and gradient is off.
     """
     half = torch.bfloat16 if ns.bf16 else torch.float16
-    ns.params_dtype = half if ns.bf16 or ns.fp16 else torch.float32
-    ns.pipeline_dtype = ns.params_dtype
-    if ns.fp16 and ns.loss_scale is None and ns.check_for_nan_in_loss_and_grad:
-        # A dynamic loss scale causes overflows by design.
+    ns.params_dtype = ns.pipeline_dtype = half if ns.bf16 or ns.fp16 else torch.float32
+    if ns.fp16 and ns.loss_scale is None:  # which causes overflows by design
         ns.check_for_nan_in_loss_and_grad = False
     if ns.bf16 and not ns.grad_reduce_in_bf16 and ns.main_grads_dtype == "fp32":
         ns.accumulate_allreduce_grads_in_fp32 = True
@@ -142,8 +140,8 @@ def pipeline(ns: Namespace) -> None:
     elif ns.pipeline_model_parallel_layout is not None:
         ranks = max(1, ns.pipeline_model_parallel_size)
         chunks = _stages(ns.pipeline_model_parallel_layout) // ranks
-    elif ns.pipeline_schedule == "zb-v":
-        chunks = 2 if chunks is None else chunks
+    elif ns.pipeline_schedule == "zb-v" and chunks is None:
+        chunks = 2
     ns.virtual_pipeline_model_parallel_size = chunks if chunks is not None and chunks > 1 else None
     if ns.virtual_pipeline_model_parallel_size is None:
         ns.align_param_gather = False
@@ -197,17 +195,15 @@ def activation(ns: Namespace) -> None:
     --no-bias-swiglu-fusion switch the fusion off.  Only GELU with biases and SwiGLU can be fused.
     """
     ns.gated_linear_unit = ns.swiglu or ns.geglu or ns.quick_geglu
-    ns.activation_func = F.gelu
-    if ns.swiglu:
-        ns.activation_func = F.silu
-    elif ns.relu:
-        ns.activation_func = F.relu
-    elif ns.squared_relu:
-        ns.activation_func = squared_relu
-    elif ns.openai_gelu:
-        ns.activation_func = openai_gelu
-    elif ns.quick_geglu:
-        ns.activation_func = quick_gelu
+    functions = {
+        "swiglu": F.silu,
+        "relu": F.relu,
+        "squared_relu": squared_relu,
+        "openai_gelu": openai_gelu,
+        "quick_geglu": quick_gelu,
+    }
+    chosen = (function for flag, function in functions.items() if vars(ns)[flag])
+    ns.activation_func = next(chosen, F.gelu)
     if not ns.add_bias_linear:
         ns.bias_gelu_fusion = False
     ns.bias_activation_fusion = ns.bias_swiglu_fusion if ns.swiglu else ns.bias_gelu_fusion
@@ -462,12 +458,12 @@ def cuda_graph_capture(ns: Namespace) -> Iterator[str]:
     if ns.enable_cuda_graph == ns.external_cuda_graph:  # neither, or both, which is refused
         return
     flag = "--enable-cuda-graph" if ns.enable_cuda_graph else "--external-cuda-graph"
-    reasons = [reason for reason, applies in _nothing_is_captured(ns) if applies]
+    reasons = [reason for reason, applies in _nothing_is_captured(ns).items() if applies]
     if reasons:
         ns.enable_cuda_graph = ns.external_cuda_graph = False
         yield f"{flag} is without effect, nothing is captured: {'; '.join(reasons)}"
         return
-    reasons = [reason for reason, applies in _no_whole_step(ns) if applies]
+    reasons = [reason for reason, applies in _no_whole_step(ns).items() if applies]
     if ns.cuda_graph_scope == "full_iteration" and reasons:
         ns.cuda_graph_scope = "full"
         yield (
@@ -481,30 +477,39 @@ def cuda_graph_capture(ns: Namespace) -> Iterator[str]:
         )
 
 
-def _nothing_is_captured(ns: Namespace) -> Iterator[tuple[str, bool]]:
-    recomputation = f"--recompute-granularity {ns.recompute_granularity} re-runs layers in backward"
-    yield recomputation, ns.recompute_granularity is not None
-    for name, low_precision in (("--fp8-format", ns.fp8), ("--fp4-format", ns.fp4)):
-        scales = f"with {name} {low_precision} the host updates scales and quantized weights"
-        yield scales, low_precision is not None
-    yield "sharded parameters are gathered to a new address each time", is_fully_sharded(ns)
-    schedule = f"--pipeline-schedule {ns.pipeline_schedule} computes weight gradients separately"
-    yield schedule, str(ns.pipeline_schedule).startswith("zb")
-    overlap = "--overlap-moe-expert-parallel-comm interleaves two micro-batches inside a layer"
-    yield overlap, ns.overlap_moe_expert_parallel_comm
-    yield "--virtual-ranks are threads on a CPU", ns.virtual_ranks is not None
+def _nothing_is_captured(ns: Namespace) -> dict[str, bool]:
+    """Return reasons, and whether each applies."""
+    updates = "the host updates scales and quantized weights"
+    return {
+        f"--recompute-granularity {ns.recompute_granularity} re-runs layers in backward": (
+            ns.recompute_granularity is not None
+        ),
+        f"with --fp8-format {ns.fp8} {updates}": ns.fp8 is not None,
+        f"with --fp4-format {ns.fp4} {updates}": ns.fp4 is not None,
+        "sharded parameters are gathered to a new address each time": is_fully_sharded(ns),
+        f"--pipeline-schedule {ns.pipeline_schedule} computes weight gradients separately": (
+            str(ns.pipeline_schedule).startswith("zb")
+        ),
+        "--overlap-moe-expert-parallel-comm interleaves two micro-batches inside a layer": (
+            ns.overlap_moe_expert_parallel_comm
+        ),
+        "--virtual-ranks are threads on a CPU": ns.virtual_ranks is not None,
+    }
 
 
-def _no_whole_step(ns: Namespace) -> Iterator[tuple[str, bool]]:
-    stages = f"--pipeline-model-parallel-size is {ns.pipeline_model_parallel_size}"
-    yield stages, ns.pipeline_model_parallel_size > 1
-    yield "with experts the host has to know token counts", bool(ns.num_experts)
-    yield "the losses of --mtp-num-layers are read inside a step", ns.mtp_num_layers is not None
+def _no_whole_step(ns: Namespace) -> dict[str, bool]:
     kind = model_kind(ns.model_kind)
-    yield f"the losses of {kind.title} are read inside a step", kind.has_masked_lm_head
-    yield "--fp16 adapts its loss scale inside a step", ns.fp16 and ns.loss_scale is None
-    yield "--timing-log-level above 0 times parts of a step", ns.timing_log_level > 0
-    yield "--log-straggler times parts of a step", ns.log_straggler
+    return {
+        f"--pipeline-model-parallel-size is {ns.pipeline_model_parallel_size}": (
+            ns.pipeline_model_parallel_size > 1
+        ),
+        "with experts the host has to know token counts": bool(ns.num_experts),
+        "the losses of --mtp-num-layers are read inside a step": ns.mtp_num_layers is not None,
+        f"the losses of {kind.title} are read inside a step": kind.has_masked_lm_head,
+        "--fp16 adapts its loss scale inside a step": ns.fp16 and ns.loss_scale is None,
+        "--timing-log-level above 0 times parts of a step": ns.timing_log_level > 0,
+        "--log-straggler times parts of a step": ns.log_straggler,
+    }
 
 
 DERIVATIONS: tuple[Derivation, ...] = (

@@ -48,47 +48,32 @@ class Vocabulary(NamedTuple):
 
 def missing_files(args: Namespace) -> list[str]:
     """Return one line for each given file or data prefix that this machine does not have."""
-    named = [(name, getattr(args, name, None)) for name in _FILES]
     missing = [
         f"{_flag(name)} {path}: no such file or folder on this machine"
-        for name, path in named
-        if path is not None and not Path(path).exists()
+        for name in _FILES
+        if (path := getattr(args, name, None)) is not None and not Path(path).exists()
     ]
     kind = model_kind(args.model_kind)
     for name in _PREFIXES:
         for prefix in _prefixes(getattr(args, name, None) or ()):
-            if kind.classifies_images:
-                is_there = Path(prefix).is_dir()
-                missing += (
-                    [] if is_there else [f"{_flag(name)} {prefix}: no folder on this machine"]
-                )
-                continue
-            if reads_conversations(args):
-                is_there = Path(prefix).exists()
-                missing += (
-                    [] if is_there else [f"{_flag(name)} {prefix}: no such file or folder here"]
-                )
-                continue
-            if kind.reads_images:
-                missing += _missing_shards(name, prefix)
-                continue
-            gone = [
-                f"{prefix}{end}"
-                for end in (".idx", ".bin")
-                if not ("://" in prefix or Path(prefix + end).is_file())
-            ]
+            if kind.classifies_images or reads_conversations(args):
+                is_there, what = Path(prefix).exists(), "such a file or folder"
+                if kind.classifies_images:
+                    is_there, what = Path(prefix).is_dir(), "such a folder"
+                gone = [] if is_there else [what]
+            elif kind.reads_images:
+                try:
+                    gone = [shard for shard in shard_paths(prefix) if not Path(shard).is_file()]
+                except DataError as error:
+                    missing.append(f"{_flag(name)} {error}")
+                    continue
+            else:
+                paths = () if "://" in prefix else (f"{prefix}.idx", f"{prefix}.bin")
+                gone = [path for path in paths if not Path(path).is_file()]
             if gone:
-                missing.append(f"{_flag(name)} {prefix}: not on this machine: {', '.join(gone)}")
+                found = ", ".join(gone[:3])
+                missing.append(f"{_flag(name)} {prefix}: not on this machine: {found}")
     return missing
-
-
-def _missing_shards(name: str, path: str) -> list[str]:
-    """Return a line if the tar files of ``path`` are not all on this machine."""
-    try:
-        gone = [shard for shard in shard_paths(path) if not Path(shard).is_file()]
-    except DataError as error:
-        return [f"{_flag(name)} {error}"]
-    return [f"{_flag(name)} {path}: not on this machine: {', '.join(gone[:3])}"] if gone else []
 
 
 def vocabulary_of(config: TokenizerConfig) -> Vocabulary:

@@ -1,7 +1,7 @@
 """Convert ``option()`` metadata to argparse arguments, and a namespace to configs.  No torch.
 
 `add_options` adds the flags of a config class to a parser; `read_config` builds the class from a
-parsed namespace.
+parsed namespace.  `parse_table` reads a table in the source of this package.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import enum
 import functools
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -156,6 +157,12 @@ def read_config(config_class: type, args: argparse.Namespace) -> Any:
             if value is not None
         }
     )
+
+
+def parse_table(text: str) -> dict[str, str]:
+    """Return the rows ``key | value`` of ``text``; an indented line continues the row before."""
+    rows = re.sub(r"\n +", " ", text.strip()).splitlines()
+    return {key: value for key, value in (row.split(" | ") for row in rows)}
 
 
 def state(opt: Option) -> str:

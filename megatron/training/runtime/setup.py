@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -210,12 +209,7 @@ def _build_chunk(
         )
     with torch.device("meta") if on_meta else contextlib.nullcontext():
         model = model_provider(**arguments)
-    return model if on_meta or _is_on(model, device.current()) else model.to(device.current())
-
-
-def _is_on(model: nn.Module, where: torch.device) -> bool:
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return all(tensor.device == where for tensor in tensors)
+    return model if on_meta else model.to(device.current())
 
 
 def _wrapped(run: RunContext, model: nn.Module, with_data_parallelism: bool) -> nn.Module:

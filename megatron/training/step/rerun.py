@@ -160,9 +160,13 @@ class StepSnapshot:
         stale: list[tuple[Tensor, Tensor]] = []
         for i, buffer in self._live_buffers():
             known = self._buffers.get(i)
-            if known is None or known.original is not buffer or known.copy.shape != buffer.shape:
-                known = None
-            if always or known is None or known.version != buffer._version:
+            if (
+                always
+                or known is None
+                or known.original is not buffer
+                or known.copy.shape != buffer.shape
+                or known.version != buffer._version
+            ):
                 copy = torch.empty_like(buffer)
                 stale.append((copy, buffer))
                 self._buffers[i] = _Buffer(copy, buffer, buffer._version)

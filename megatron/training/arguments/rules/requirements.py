@@ -12,6 +12,7 @@ from megatron.core.device import CPU
 from megatron.core.distributed.sharding import shares_instances
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP
+from megatron.training.arguments.options import parse_table
 from megatron.training.arguments.rules.rule import Settings, needs
 from megatron.training.config.mimo import MimoConfig
 from megatron.training.config.resilience import RESTART_FLAGS
@@ -32,8 +33,101 @@ NEEDS_GPU = needs(
     lambda c: c.device != CPU,
 )
 
-_OF_OPTIMIZER = (
-    needs("--optimizer sgd", "sgd_momentum"),
+_SHARED = ("img_h", "img_w", "patch_dim", "broken_samples")
+
+# Flags, with the values that count if not all do, and the dests that have no effect without them.
+_FLAGS_NEEDED = parse_table(
+    """
+--optimizer sgd | sgd_momentum
+--lr-decay-style WSD | lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples
+--optimizer-cpu-offload | optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads
+    pin_cpu_params
+--multi-latent-attention or --position-embedding-type rope or mrope | rotary_base rotary_percent
+    rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq
+--multi-latent-attention or --position-embedding-type rope | rope_type use_rope_scaling
+--position-embedding-type rope | window_rotary_base
+--window-size | window_rotary_base
+--position-embedding-type mrope | mrope_section
+--position-embedding-type learned_absolute | reset_position_ids
+--position-embedding-type relative | relative_attention_num_buckets relative_attention_max_distance
+--mtp-num-layers | mtp_loss_scaling_factor
+--use-rope-scaling | rope_scaling_factor
+--group-query-attention | num_query_groups
+--swiglu, --geglu or --quick-geglu | activation_func_clamp_value glu_linear_offset
+--multi-latent-attention | q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    cache_mla_latents
+--multi-latent-attention or --rope-type yarn | rotary_scaling_factor mscale mscale_all_dim
+--num-experts | expert_tensor_parallel_size moe_aux_loss_coeff moe_apply_probs_on_input
+    moe_enable_deepep moe_expert_capacity_factor moe_ffn_hidden_size moe_input_jitter_eps
+    moe_grouped_gemm moe_layer_freq moe_layer_recompute moe_pad_expert_input_to_capacity
+    moe_per_layer_logging moe_router_dtype moe_router_fusion moe_router_enable_expert_bias
+    moe_router_force_load_balancing moe_router_group_topk moe_router_group_score_topk
+    moe_router_load_balancing_type moe_router_num_groups moe_router_pre_softmax
+    moe_router_score_function moe_router_topk moe_router_topk_scaling_factor moe_shared_expert_gate
+    moe_shared_expert_intermediate_size moe_token_dispatcher_type moe_z_loss_coeff
+--moe-shared-expert-intermediate-size | moe_shared_expert_overlap
+--moe-enable-deepep | moe_deepep_num_sms
+--moe-use-upcycling | moe_upcycling_granularity
+--moe-expert-capacity-factor | moe_token_drop_policy
+--moe-router-enable-expert-bias | moe_router_bias_update_rate
+--overlap-moe-expert-parallel-comm | delay_wgrad_compute
+--moe-router-score-function softmax | moe_router_pre_softmax
+--fp8-format | fp8_recipe keep_fp8_transpose_cache
+--fp8-format or --fp4-format | fp8_wgrad first_last_layers_bf16
+--fp8-format and --fp8-recipe delayed | fp8_margin fp8_amax_history_len fp8_amax_compute_algo
+--first-last-layers-bf16 | num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+--recompute-granularity adaptive | memory_budget_fraction
+--cpu-offloading | cpu_offloading_num_layers
+--enable-cuda-graph or --external-cuda-graph | cuda_graph_warmup_steps cuda_graph_scope
+--manual-gc | manual_gc_interval manual_gc_eval
+--rerun-mode validate_results | error_injection_rate
+--tokenizer-type BertWordPieceLowerCase, BertWordPieceCase, SentencePieceTokenizer or
+    HuggingFaceTokenizer | vocab_extra_ids
+--tokenizer-type TikTokenizer | tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens
+--dataloader-type external | dataloader_save
+--tokenizer-type MultimodalTokenizer | tokenizer_prompt_format special_tokens image_tag_type
+    force_system_message
+--save | save_interval save_retain_interval keep_last_checkpoints ckpt_max_failed_saves
+    ckpt_incremental async_save no_save_optim no_save_rng
+--non-persistent-ckpt-type global | non_persistent_global_ckpt_dir
+--non-persistent-ckpt-type local or in_memory | non_persistent_local_ckpt_dir
+    non_persistent_local_ckpt_algo
+--replication | replication_jump replication_factor
+--async-save | async_save_when_busy
+--load | no_load_optim no_load_rng use_checkpoint_opt_param_scheduler
+--use-checkpoint-args | use_tokenizer_model_from_checkpoint_args
+--wandb-project | wandb_exp_name wandb_save_dir
+--log-straggler | disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count
+--enable-ft-package and --save | calc_ft_timeouts
+--profile | profile_step_start profile_step_end profile_ranks use_pytorch_profiler
+--record-memory-history | memory_snapshot_path
+--check-only | check_world_size check_rank check_device_memory_gib
+--model-provider video_llava_vlm | num_frames
+--model-provider llava_avlm | audio_encoder_model audio_seq_length
+--sft, --dpo-beta or --reward-model | sft_packing sft_long_conversations sft_alignment
+    sft_show_sample
+--eval-generate | eval_generate_tokens
+--dpo-beta | dpo_loss_type dpo_label_smoothing
+--tokenizer-type SFTTokenizer | sft_tokenizer_prompt_format
+--lora-rank | lora_alpha lora_base_dtype lora_dropout lora_target_modules lora_use_rslora
+--logits-save-dir | logits_save_top_k logits_save_top_p logits_save_top_p_min_k logits_save_dtype
+--logits-save-top-p | logits_save_top_p_min_k
+--logits-load-dir | logits_load_kd_loss_alpha logits_load_ignore_errors
+--rl-inference-logprobs-is-correction | rl_importance_sampling_truncation_coef
+--sequence-parallel | tp_comm_overlap
+--tp-comm-overlap | tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag
+    tp_comm_split_rs
+--tp-comm-overlap and --transformer-impl transformer_engine | tp_comm_overlap_cfg tp_comm_bulk_dgrad
+    tp_comm_bulk_wgrad tp_comm_bootstrap_backend
+--defer-embedding-wgrad-compute | wgrad_deferral_limit
+--use-torch-fsdp2 | torch_fsdp2_reshard_after_forward
+--use-megatron-fsdp | data_parallel_sharding_strategy
+"""
+)
+
+REQUIREMENTS = (
+    NEEDS_GPU,
+    *(needs(words, dests) for words, dests in _FLAGS_NEEDED.items()),
     needs(
         "--optimizer adam, or --muon-scalar-optimizer adam",
         "adam_beta1 adam_beta2 adam_eps",
@@ -74,34 +168,6 @@ _OF_OPTIMIZER = (
         "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
         lambda c: c.fp16 and c.loss_scale is None,
     ),
-    needs("--lr-decay-style WSD", "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples"),
-    needs(
-        "--optimizer-cpu-offload",
-        "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params",
-    ),
-    NEEDS_GPU,
-)
-
-_OF_MODEL = (
-    needs(
-        "--position-embedding-type rope or mrope",
-        "rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor "
-        "no_rope_freq",
-        lambda c: c.multi_latent_attention or c.position_embedding_type in ("rope", "mrope"),
-    ),
-    needs(
-        "--position-embedding-type rope",
-        "rope_type use_rope_scaling",
-        lambda c: c.multi_latent_attention or c.position_embedding_type == "rope",
-    ),
-    needs("--position-embedding-type rope", "window_rotary_base"),
-    needs("--window-size", "window_rotary_base"),
-    needs("--position-embedding-type mrope", "mrope_section"),
-    needs("--position-embedding-type learned_absolute", "reset_position_ids"),
-    needs(
-        "--position-embedding-type relative",
-        "relative_attention_num_buckets relative_attention_max_distance",
-    ),
     needs(
         "pretrain_bert.py or pretrain_t5.py",
         "mask_prob short_seq_prob",
@@ -128,57 +194,17 @@ _OF_MODEL = (
         "hybrid_mlp_ratio hybrid_override_pattern",
         lambda c: c.kind.is_hybrid,
     ),
-    needs("--mtp-num-layers", "mtp_loss_scaling_factor"),
-    needs("--use-rope-scaling", "rope_scaling_factor"),
-    needs("--group-query-attention", "num_query_groups"),
-    needs(
-        "--swiglu, --geglu or --quick-geglu",
-        "activation_func_clamp_value glu_linear_offset",
-        lambda c: c.gated_linear_unit,
-    ),
-    needs(
-        "--multi-latent-attention",
-        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim cache_mla_latents",
-    ),
-    needs(
-        "--multi-latent-attention or --rope-type yarn",
-        "rotary_scaling_factor mscale mscale_all_dim",
-        lambda c: c.multi_latent_attention or c.rope_type == "yarn",
-    ),
     needs(
         "--rope-type yarn",
         "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow "
         "yarn_correction_range_round_to_int",
         lambda c: c.rope_type == "yarn" or (c.multi_latent_attention and c.rope_type is None),
     ),
-)
-
-_OF_EXPERTS = (
-    needs(
-        "--num-experts",
-        "expert_tensor_parallel_size moe_aux_loss_coeff moe_apply_probs_on_input "
-        "moe_enable_deepep moe_expert_capacity_factor moe_ffn_hidden_size moe_input_jitter_eps "
-        "moe_grouped_gemm moe_layer_freq moe_layer_recompute moe_pad_expert_input_to_capacity "
-        "moe_per_layer_logging moe_router_dtype moe_router_fusion "
-        "moe_router_enable_expert_bias "
-        "moe_router_force_load_balancing moe_router_group_topk moe_router_group_score_topk "
-        "moe_router_load_balancing_type moe_router_num_groups moe_router_pre_softmax "
-        "moe_router_score_function moe_router_topk moe_router_topk_scaling_factor "
-        "moe_shared_expert_gate moe_shared_expert_intermediate_size moe_token_dispatcher_type "
-        "moe_z_loss_coeff",
-    ),
-    needs("--moe-shared-expert-intermediate-size", "moe_shared_expert_overlap"),
-    needs("--moe-enable-deepep", "moe_deepep_num_sms"),
-    needs("--moe-use-upcycling", "moe_upcycling_granularity"),
-    needs("--moe-expert-capacity-factor", "moe_token_drop_policy"),
-    needs("--moe-router-enable-expert-bias", "moe_router_bias_update_rate"),
-    needs("--overlap-moe-expert-parallel-comm", "delay_wgrad_compute"),
     needs(
         "a --moe-router-load-balancing-type other than sinkhorn and none",
         "moe_aux_loss_coeff",
         lambda c: not {"sinkhorn", "none"}.intersection(c.moe_router_load_balancing_type),
     ),
-    needs("--moe-router-score-function softmax", "moe_router_pre_softmax"),
     needs(
         "a --moe-router-load-balancing-type other than sinkhorn",
         "moe_router_pre_softmax",
@@ -197,10 +223,6 @@ _OF_EXPERTS = (
             c.moe_router_dtype == "fp32" or (c.moe_router_dtype is None and not (c.bf16 or c.fp16))
         ),
     ),
-)
-
-_OF_PRECISION = (
-    needs("--fp8-format", "fp8_recipe keep_fp8_transpose_cache", lambda c: c.fp8 is not None),
     needs(
         "--fp8-format and --use-distributed-optimizer, which all-gathers updated parameters",
         "fp8_param_gather",
@@ -213,87 +235,10 @@ _OF_PRECISION = (
         lambda c: c.fp8 is None or c.fp8_recipe not in ("blockwise", "mxfp8"),
     ),
     needs(
-        "--fp8-format or --fp4-format",
-        "fp8_wgrad first_last_layers_bf16",
-        lambda c: c.fp8 is not None or c.fp4 is not None,
-    ),
-    needs(
-        "--fp8-format and --fp8-recipe delayed",
-        "fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
-        lambda c: c.fp8 is not None and c.fp8_recipe == "delayed",
-    ),
-    needs("--first-last-layers-bf16", "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
-)
-
-_OF_MEMORY_AND_SPEED = (
-    needs("--recompute-granularity adaptive", "memory_budget_fraction"),
-    needs("--cpu-offloading", "cpu_offloading_num_layers"),
-    needs(
-        "--enable-cuda-graph or --external-cuda-graph",
-        "cuda_graph_warmup_steps cuda_graph_scope",
-        lambda c: c.enable_cuda_graph or c.external_cuda_graph,
-    ),
-    needs("--manual-gc", "manual_gc_interval manual_gc_eval"),
-    needs(
         "training steps, which --skip-train omits", "rehearse_memory", lambda c: not c.skip_train
     ),
-)
-
-_OF_FILES_AND_REPORTS = (
     needs("--error-injection-rate", "error_injection_type", lambda c: c.error_injection_rate > 0),
-    needs("--rerun-mode validate_results", "error_injection_rate"),
-    needs(
-        "--tokenizer-type BertWordPiece..., SentencePieceTokenizer or HuggingFaceTokenizer",
-        "vocab_extra_ids",
-        lambda c: (
-            str(c.tokenizer_type).startswith("BertWordPiece")
-            or c.tokenizer_type in ("SentencePieceTokenizer", "HuggingFaceTokenizer")
-        ),
-    ),
-    needs(
-        "--tokenizer-type TikTokenizer",
-        "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens",
-    ),
-    needs("--dataloader-type external", "dataloader_save"),
-    needs(
-        "--tokenizer-type MultimodalTokenizer",
-        "tokenizer_prompt_format special_tokens image_tag_type force_system_message",
-    ),
-    needs(
-        "--save",
-        "save_interval save_retain_interval keep_last_checkpoints ckpt_max_failed_saves "
-        "ckpt_incremental async_save no_save_optim no_save_rng",
-    ),
-    needs("--non-persistent-ckpt-type global", "non_persistent_global_ckpt_dir"),
-    needs(
-        "--non-persistent-ckpt-type local or in_memory",
-        "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo",
-        lambda c: c.non_persistent_ckpt_type in ("local", "in_memory"),
-    ),
-    needs("--replication", "replication_jump replication_factor"),
-    needs("--async-save", "async_save_when_busy"),
-    needs("--load", "no_load_optim no_load_rng use_checkpoint_opt_param_scheduler"),
-    needs("--use-checkpoint-args", "use_tokenizer_model_from_checkpoint_args"),
-    needs("--wandb-project", "wandb_exp_name wandb_save_dir", lambda c: bool(c.wandb_project)),
-    needs(
-        "--log-straggler",
-        "disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count",
-    ),
-    needs(
-        "--enable-ft-package and --save",
-        "calc_ft_timeouts",
-        lambda c: c.enable_ft_package and c.save is not None,
-    ),
-    needs("--profile", "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"),
     needs("--inprocess-restart", " ".join(f.name for f in RESTART_FLAGS)),
-    needs("--record-memory-history", "memory_snapshot_path"),
-    needs("--check-only", "check_world_size check_rank check_device_memory_gib"),
-)
-
-
-_SHARED = ("img_h", "img_w", "patch_dim", "broken_samples")
-
-_OF_IMAGES = (
     needs(
         "pretrain_vlm.py (--model-kind vlm)",
         " ".join(
@@ -322,60 +267,21 @@ _OF_IMAGES = (
         " ".join(dest_of(f, opt) for f, opt in options_of(MimoConfig) if opt.ignored is None),
         lambda c: c.kind.has_placeholders,
     ),
-    needs("--model-provider video_llava_vlm", "num_frames"),
-    needs("--model-provider llava_avlm", "audio_encoder_model audio_seq_length"),
     needs(
         "an encoder that is trained (no --freeze-ViT)",
         "recompute_vision",
         lambda c: not c.freeze_ViT,
     ),
-)
-
-
-_OF_FINE_TUNING = (
-    needs(
-        "--sft, --dpo-beta or --reward-model",
-        "sft_packing sft_long_conversations sft_alignment sft_show_sample",
-        lambda c: c.sft or c.dpo_beta is not None or c.reward_model,
-    ),
-    needs("--eval-generate", "eval_generate_tokens"),
-    needs("--dpo-beta", "dpo_loss_type dpo_label_smoothing"),
-    needs("--tokenizer-type SFTTokenizer", "sft_tokenizer_prompt_format"),
-    needs(
-        "--lora-rank", "lora_alpha lora_base_dtype lora_dropout lora_target_modules lora_use_rslora"
-    ),
-    needs(
-        "--logits-save-dir",
-        "logits_save_top_k logits_save_top_p logits_save_top_p_min_k logits_save_dtype",
-    ),
-    needs("--logits-save-top-p", "logits_save_top_p_min_k"),
-    needs("--logits-load-dir", "logits_load_kd_loss_alpha logits_load_ignore_errors"),
     needs("--perform-rl-step", " ".join(RL_FLAGS)),
     needs(
         "--perform-rl-step or a script that generates text",
         "inference_dynamic_batching_buffer_size_gb",
         lambda c: c.perform_rl_step or not c.trains,
     ),
-    needs("--rl-inference-logprobs-is-correction", "rl_importance_sampling_truncation_coef"),
-)
-
-
-_OF_LAYOUT = (
     needs(
         "--distributed-backend nccl",
         "high_priority_stream_groups nccl_communicator_config_path nccl_ub",
         lambda c: c.distributed_backend in (None, "nccl"),
-    ),
-    needs("--sequence-parallel", "tp_comm_overlap"),
-    needs(
-        "--tp-comm-overlap",
-        "tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag "
-        "tp_comm_split_rs",
-    ),
-    needs(
-        "--tp-comm-overlap and --transformer-impl transformer_engine",
-        "tp_comm_overlap_cfg tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_bootstrap_backend",
-        lambda c: c.tp_comm_overlap and c.transformer_impl == "transformer_engine",
     ),
     needs(
         "--context-parallel-size of 2 or more",
@@ -395,7 +301,6 @@ _OF_LAYOUT = (
         "defer_embedding_wgrad_compute",
         lambda c: c.pipeline_model_parallel_size > 1,
     ),
-    needs("--defer-embedding-wgrad-compute", "wgrad_deferral_limit"),
     needs(
         "virtual stages of --pipeline-schedule interleaved",
         "microbatch_group_size_per_vp_stage",
@@ -409,8 +314,6 @@ _OF_LAYOUT = (
         "num_distributed_optimizer_instances",
         lambda c: c.use_distributed_optimizer or c.is_fully_sharded,
     ),
-    needs("--use-torch-fsdp2", "torch_fsdp2_reshard_after_forward"),
-    needs("--use-megatron-fsdp", "data_parallel_sharding_strategy"),
     needs(
         "--use-megatron-fsdp with fully sharded parameters and "
         "--num-distributed-optimizer-instances 2 or more",
@@ -435,10 +338,6 @@ _OF_LAYOUT = (
         "ddp_average_in_collective",
         lambda c: not c.is_fully_sharded,
     ),
-)
-
-
-_OF_HYBRIDS = (
     needs(
         "an attention layer, * in --hybrid-override-pattern",
         "apply_query_key_layer_scaling attention_dropout attn_logit_softcapping "
@@ -456,18 +355,4 @@ _OF_HYBRIDS = (
         "hybrid_attention_ratio hybrid_mlp_ratio",
         lambda c: not c.kind.is_hybrid or c.hybrid_override_pattern is None,
     ),
-)
-
-
-REQUIREMENTS = (
-    *_OF_OPTIMIZER,
-    *_OF_MODEL,
-    *_OF_IMAGES,
-    *_OF_FINE_TUNING,
-    *_OF_EXPERTS,
-    *_OF_PRECISION,
-    *_OF_LAYOUT,
-    *_OF_MEMORY_AND_SPEED,
-    *_OF_FILES_AND_REPORTS,
-    *_OF_HYBRIDS,
 )

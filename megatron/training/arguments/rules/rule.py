@@ -156,7 +156,7 @@ class Requirement:
 
     words: str
     dests: tuple[str, ...]
-    is_met: Condition
+    is_met: Callable[[Settings], object]
 
     def warnings(self, asked: Mapping[str, object]) -> Iterator[str]:
         """Yield a warning for each given flag."""
@@ -166,9 +166,16 @@ class Requirement:
                 yield f"{flag} is without effect: it needs {self.words}"
 
 
-def needs(words: str, dests: str, is_met: Condition | None = None) -> Requirement:
-    """Return the requirement of ``dests``: by default the flag, or flag and value, in ``words``."""
-    return Requirement(words, tuple(dests.split()), words if is_met is None else is_met)
+def needs(
+    words: str, dests: str, is_met: Callable[[Settings], object] | None = None
+) -> Requirement:
+    """Return the requirement of ``dests``: by default the flags in ``words``, "A, B or C and D"."""
+
+    def are_given(c: Settings) -> bool:
+        parts = re.sub(",| or ", " ", words).split(" and ")
+        return all(given(part)(c) for part in parts)
+
+    return Requirement(words, tuple(dests.split()), is_met or are_given)
 
 
 def where(condition: Condition, *rules: Rule) -> list[Rule]:
@@ -197,14 +204,14 @@ def given(
 ) -> Callable[[Settings], list[str]]:
     """Return a breach: the ``flags`` with a value that ``is_wrong``, each shown with its value.
 
-    By default these are the flags that are given, with the value that follows them in ``flags``.
+    By default these are the flags that are given, with one of the values that follow in ``flags``.
     """
-    terms = re.findall(r"(--\S+)(?: (?!--)(\S+))?", flags)
+    terms = re.findall(r"(--\S+)((?: +(?!--)\S+)*)", flags)
 
     def is_found(value: Any, wanted: str) -> bool:
         if is_wrong is not None:
             return value is not None and bool(is_wrong(value))
-        return str(value) == wanted if wanted else is_set(value)
+        return str(value) in wanted.split() if wanted else is_set(value)
 
     return lambda c: [c.shown(flag) for flag, wanted in terms if is_found(c.value(flag), wanted)]
 
@@ -233,7 +240,7 @@ def problems_of(rules: Iterable[Rule], config: RunConfig) -> list[str]:
 def warnings_of(requirements: Iterable[Requirement], config: RunConfig) -> list[str]:
     """Return a warning for each given flag whose requirement ``config`` does not meet."""
     settings = Settings(config)
-    unmet = (need for need in requirements if not evaluate(need.is_met, settings))
+    unmet = (need for need in requirements if not need.is_met(settings))
     return [warning for need in unmet for warning in need.warnings(config.asked)]
 
 
