@@ -74,7 +74,9 @@ def parse_yaml(text: str, what: str, error: type[MegatronError], *, only_text: b
         value = yaml.load(text, Loader=yaml.BaseLoader if only_text else yaml.SafeLoader)
         _check_size(value)
         return value
-    except (yaml.YAMLError, ValueError, RecursionError) as problem:
+    except RecursionError:
+        raise error(f"{what}: not YAML: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as problem:
         raise error(f"{what}: not YAML: {' '.join(str(problem).split())}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError) as problem:
         # PyYAML raises these for a value that does not match its tag, for example a 13th month.

@@ -169,15 +169,17 @@ def _wrap(
         ),
         health_check=inprocess.health_check.CudaHealthCheck(),
         rank_assignment=assignment.Tree(layers),
-        **{
-            name: timedelta(seconds=vars(flags)[f"inprocess_{name}"])
-            for name in (
-                *("monitor_thread_interval", "monitor_process_interval"),
-                *("progress_watchdog_interval", "heartbeat_interval", "heartbeat_timeout"),
-                *("soft_timeout", "hard_timeout", "barrier_timeout", "completion_timeout"),
-                *("last_call_wait", "termination_grace_time"),
-            )
-        },
+        monitor_thread_interval=timedelta(seconds=flags.inprocess_monitor_thread_interval),
+        monitor_process_interval=timedelta(seconds=flags.inprocess_monitor_process_interval),
+        progress_watchdog_interval=timedelta(seconds=flags.inprocess_progress_watchdog_interval),
+        heartbeat_interval=timedelta(seconds=flags.inprocess_heartbeat_interval),
+        heartbeat_timeout=timedelta(seconds=flags.inprocess_heartbeat_timeout),
+        soft_timeout=timedelta(seconds=flags.inprocess_soft_timeout),
+        hard_timeout=timedelta(seconds=flags.inprocess_hard_timeout),
+        barrier_timeout=timedelta(seconds=flags.inprocess_barrier_timeout),
+        completion_timeout=timedelta(seconds=flags.inprocess_completion_timeout),
+        last_call_wait=timedelta(seconds=flags.inprocess_last_call_wait),
+        termination_grace_time=timedelta(seconds=flags.inprocess_termination_grace_time),
     )
     restarting: Callable[..., None] = wrapper(call)
 

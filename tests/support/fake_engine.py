@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class FakeEngine:
         self.max_requests = max_requests
         self.gate = gate
         self.open: dict[str, Request] = {}
+        self._num_tokens: Counter[str] = Counter()  # that were generated, by request
         self.num_added = 0
 
     def prepare(self, request: Request) -> bool:
@@ -71,10 +73,10 @@ class FakeEngine:
         return [out for r in [*self.open.values()] if (out := self._next(r)) is not None]
 
     def _next(self, request: Request) -> RequestOutput | None:
-        if self.gate and request.tokens[0] == 0 and not self.gate.exists():
+        if self.gate and request.prompt[0] == 0 and not self.gate.exists():
             return None
         params = request.params
-        count = len(request.output)
+        count = self._num_tokens[request.request_id]
         source = request.source or request.prompt
         top = tuple((j, -float(j)) for j in range(params.top_n_logprobs))
         scores: tuple[TokenOutput, ...] = ()
@@ -86,7 +88,7 @@ class FakeEngine:
         eod = self.info.eod
         if count == len(source) and not params.ignore_eos and eod is not None:
             token = eod
-        request.output.append(token)
+        self._num_tokens[request.request_id] += 1
         new = (TokenOutput(token, -(count + 1) / 4, top),)
         if token in params.stop_token_ids or (token == eod and not params.ignore_eos):
             return self._end(request, new, scores, "stop")

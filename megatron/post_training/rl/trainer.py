@@ -214,13 +214,13 @@ def rollout_layout(config: RunConfig) -> GenerationLayout:
     """Return the parallel sizes of rollouts; the default is the layout of training."""
     rl = config.rl
     m = config.model
-    sizes = {
-        axis: getattr(rl, f"rl_inference_{axis}_model_parallel_size")
-        or getattr(m, f"{axis}_model_parallel_size")
-        for axis in ("tensor", "pipeline", "expert")
-    }
     expert_tensor = rl.rl_inference_expert_tensor_model_parallel_size
-    return GenerationLayout(**sizes, expert_tensor=expert_tensor or m.expert_tensor_parallel_size)
+    return GenerationLayout(
+        tensor=rl.rl_inference_tensor_model_parallel_size or m.tensor_model_parallel_size,
+        pipeline=rl.rl_inference_pipeline_model_parallel_size or m.pipeline_model_parallel_size,
+        expert=rl.rl_inference_expert_model_parallel_size or m.expert_model_parallel_size,
+        expert_tensor=expert_tensor or m.expert_tensor_parallel_size,
+    )
 
 
 def rollout_options(config: RunConfig) -> EngineOptions:

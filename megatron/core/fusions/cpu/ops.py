@@ -282,7 +282,7 @@ def sum_of_rows(rows: Tensor, row: Tensor) -> Tensor:
     out = rows.new_empty(tokens, width)
     cpu_kernels.run(
         "sum_of_rows",
-        [rows, row.contiguous(), out],
+        [rows, row.long().contiguous(), out],
         format=rows.dtype,
         sizes=(width, visits, len(rows)),
         count=tokens,
