@@ -234,8 +234,7 @@ def teacher_config(config: RunConfig) -> RunConfig:
     assert directory is not None, "the run has a teacher"
     what = f"--export-kd-teacher-load {directory}"
     try:
-        folder = teacher_folder(config)
-        stored = without_code_and_paths(read_content(folder).asked, {})
+        stored = without_code_and_paths(read_content(teacher_folder(config)).asked, {})
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{what}: {error}") from None
     kind = config.language_model.model_kind
@@ -252,8 +251,7 @@ def teacher_config(config: RunConfig) -> RunConfig:
         raise ConfigError(
             f"{what}: the teacher does not fit the layout of this run: {error}"
         ) from None
-    model = replace(resolved.model, perform_initialization=False)
-    return replace(resolved, model=model)
+    return replace(resolved, model=replace(resolved.model, perform_initialization=False))
 
 
 def teacher_folder(config: RunConfig) -> Path:

@@ -93,8 +93,7 @@ class BlendedDataset(torch.utils.data.Dataset[Sample]):
     def _check_supply(self) -> None:
         taken = np.zeros(len(self.datasets), np.int64)
         for at in range(0, len(self), _PIECE):  # in chunks: bincount copies its input
-            part = self.dataset_index[at : at + _PIECE]
-            taken += np.bincount(part, minlength=len(self.datasets))
+            taken += np.bincount(self.dataset_index[at : at + _PIECE], minlength=len(self.datasets))
         for dataset, wanted in zip(self.datasets, taken.tolist(), strict=True):
             if wanted > len(dataset):
                 raise Oversampled(

@@ -73,12 +73,12 @@ def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Any:
     return to_rgb(upright, name)
 
 
-def size_of_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+def size_of_image(data: bytes, name: str) -> tuple[int, int]:
     """Return (width, height) of an image file as `decode_image` returns it, from its header alone.
 
-    Raises DataError for files whose header cannot be read, and images of more than ``max_pixels``.
+    Raises DataError for files whose header cannot be read, and images of more than `MAX_PIXELS`.
     """
-    with _opened(data, name, max_pixels) as image:
+    with _opened(data, name, MAX_PIXELS) as image:
         width, height = image.size
         is_turned = image.getexif().get(_ORIENTATION, 1) in _TURNED
     return (height, width) if is_turned else (width, height)
@@ -326,8 +326,7 @@ class ImageSettings:
         if self.tiling == "patches":
             block = MERGE * self.patch_dim
             return size_in_blocks((width, height), block, self.img_h * self.img_w // block**2)
-        weighted = self.use_area_weighted_aspect_ratio
-        choose = area_weighted_grid if weighted else closest_grid
+        choose = area_weighted_grid if self.use_area_weighted_aspect_ratio else closest_grid
         return choose((width, height), (self.img_w, self.img_h), self.max_num_tiles)
 
     def num_tiles(self, width: int, height: int) -> int:

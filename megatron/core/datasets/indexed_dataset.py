@@ -132,8 +132,7 @@ class IndexedDataset:
             warn_once(f"--verify-data: {path_prefix} has no checksums: {cure}", logging.INFO)
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[object, ...]]:
-        storage = self.object_storage_config
-        rest = self.multimodal, self.mmap, storage, self.verify_data
+        rest = self.multimodal, self.mmap, self.object_storage_config, self.verify_data
         return type(self), (self.path_prefix, *rest)
 
     def __len__(self) -> int:

@@ -212,7 +212,13 @@ class MaskedWordPieceDataset(MegatronDataset):
             favors_long=config.masking_use_longer_ngrams,
             is_geometric=config.masking_use_geometric_distribution,
         )
-        self._continues = self._continuing_tokens() if config.masking_do_full_word else None
+        # [vocabulary], True where a token continues a word; None if no token does.
+        self._continues: np.ndarray | None = None
+        if config.masking_do_full_word:
+            vocab = config.tokenizer.vocab.items()
+            ids = [index for token, index in vocab if token.startswith("##") and len(token) > 2]
+            if ids:
+                self._continues = np.isin(np.arange(self._vocab_size), ids)
         self.sample_index = self._build_sample_index(longest, self.min_sentences)
 
     @property
@@ -287,14 +293,6 @@ class MaskedWordPieceDataset(MegatronDataset):
     def _num_hidden(self, num_tokens: int) -> int:
         """Return how many of ``num_tokens`` text tokens to mask: at least one."""
         return max(1, round(num_tokens * self.config.masking_probability))
-
-    def _continuing_tokens(self) -> np.ndarray | None:
-        """Return bool [vocabulary], True where a token continues a word; None if no token does."""
-        vocab = self.config.tokenizer.vocab.items()
-        ids = [index for token, index in vocab if token.startswith("##") and len(token) > 2]
-        continues = np.zeros(self._vocab_size, bool)
-        continues[ids] = True
-        return continues if ids else None
 
     def _build_sample_index(
         self, sequence_length: int, min_sentences_per_sample: int

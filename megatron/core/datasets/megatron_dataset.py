@@ -98,8 +98,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Sample]):
         """
         key = (self.config.random_seed * len(Split) + self.index_split.value, idx)
         counter = np.array((0, 0, 0, stream), np.uint64)
-        philox = np.random.Philox(key=np.array(key, np.uint64), counter=counter)
-        return np.random.Generator(philox)
+        return np.random.Generator(np.random.Philox(key=np.array(key, np.uint64), counter=counter))
 
     def _check_ids(self, sequence: int, tokens: np.ndarray) -> None:
         """Raise DataError if a token id i64 of a sequence lies outside the vocabulary."""

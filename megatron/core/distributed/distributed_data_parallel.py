@@ -242,8 +242,7 @@ class DistributedDataParallel(DataParallelBase):
         named = [(info_of(param).name or name, param) for name, param in params]
         group = self._group(key.is_expert)
         groups = self.groups
-        reduction = self._reduction(group)
-        self.grad_buffers[key] = GradBuffer(named, layout, key.grad_dtype, reduction)
+        self.grad_buffers[key] = GradBuffer(named, layout, key.grad_dtype, self._reduction(group))
         if self.ddp_config.use_distributed_optimizer:
             tp = groups.expt_tp if key.is_expert else groups.tp
             self._param_buckets += make_param_buckets([p for _, p in params], layout, group, tp)

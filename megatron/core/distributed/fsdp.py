@@ -193,8 +193,7 @@ class FullyShardedDataParallel(DataParallelBase):
         """
         group = self.groups.inter_dist_opt
         for param in self.module.parameters():
-            numel = local_part(param).numel()
-            start, stop = share_of(numel, group.rank(), group.size())
+            start, stop = share_of(local_part(param).numel(), group.rank(), group.size())
             if param.requires_grad and start < stop:
                 yield param, start, stop
 

@@ -113,8 +113,7 @@ class CodesBucket(ParamBucket):
         share = len(self.data) // size
         begin = rank * share
         mine = [(max(a, begin), min(b, begin + share)) for a, b in self.spans]
-        none = self.data[:0]
-        parts = [self.data[a:b] if a < b else none for a, b in mine]
+        parts = [self.data[a:b] if a < b else self.data[:0] for a, b in mine]
         amax = torch.stack([largest(part) for part in parts])
         # Several ranks hold parts of a weight: shares over the bucket's group, tensor-parallel
         # shards over the weight group.  All of them must use the same scale.

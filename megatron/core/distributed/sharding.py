@@ -14,8 +14,7 @@ Config = DistributedDataParallelConfig | Namespace
 
 def is_fully_sharded(config: Config) -> bool:
     """Return whether parameters are sharded (`FullyShardedDataParallel`)."""
-    strategy = config.data_parallel_sharding_strategy
-    by_strategy = strategy in ("optim_grads", "optim_grads_params")
+    by_strategy = config.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
     return bool(config.use_torch_fsdp2 or (config.use_megatron_fsdp and by_strategy))
 
 

@@ -259,8 +259,7 @@ def _example(rows: int, block: Block, to: torch.dtype, where: torch.device) -> S
     number = torch.arange(rows * 3 * block[1], device=where).view(rows, -1)
     codes = ((number * number) % 7 - 3).float().to(to)
     place = torch.arange(rows // block[0] * 3, device=where).view(-1, 3)
-    scale = torch.exp2((place * 5 % 7 - 3).float())
-    return Scaled(codes, scale, block)
+    return Scaled(codes, torch.exp2((place * 5 % 7 - 3).float()), block)
 
 
 def _number(block: Block) -> int:

@@ -141,8 +141,7 @@ def _record(
     if part is not None:
         held = info.part.start if info.part else 0
         whole = tuple(param.shape)
-        start = held + part.start
-        info = replace(info, part=FlatPart(whole, start, part.copy, part.num_copies))
+        info = replace(info, part=FlatPart(whole, held + part.start, part.copy, part.num_copies))
     return OptimizedParam(name, info, param, main, part, host)
 
 

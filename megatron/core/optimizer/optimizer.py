@@ -135,8 +135,7 @@ class MegatronOptimizer:
             and not config.log_num_zeros_in_grad
         )
         if is_queued:
-            divisor = gradient_divisor(squares, scale, config.clip_grad).float()
-            self._update(divisor, sent.accepted)
+            self._update(gradient_divisor(squares, scale, config.clip_grad).float(), sent.accepted)
         # The host waits for the device to compute the norm.
         squared = machine.read_squared_norm(sent)
         norm = math.sqrt(squared)
@@ -232,8 +231,7 @@ class MegatronOptimizer:
             self._step(self.params, divisor)
         with self._timed("optimizer-copy-main-to-model-params"):
             # A fused kernel removes the weights that it has rounded itself; copy the others.
-            left = self.rule.weights
-            self._publish([p for p in self.params if p.main in left and not p.host])
+            self._publish([p for p in self.params if p.main in self.rule.weights and not p.host])
 
     def _step(self, params: Sequence[OptimizedParam], divisor: float | Tensor) -> None:
         """Update ``params``, and copy offloaded ones back to the device.

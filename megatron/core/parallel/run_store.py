@@ -70,8 +70,7 @@ class RunStore:
         key = self._key(name)
         before = ""
         sealed = self._sealed(key, value)
-        found = self._store.compare_set(key, before, sealed)
-        first = self._opened(key, found)
+        first = self._opened(key, self._store.compare_set(key, before, sealed))
         if first is None:  # a program outside of this run has written it
             self._store.set(key, sealed)
             return value

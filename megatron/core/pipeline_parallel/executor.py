@@ -215,8 +215,7 @@ class Executor:
         alive = self._alive[work.chunk, work.microbatch]
         gradient: Tensor | None = None
         if stage < self.last_stage:
-            from_next = Transfer("gradient", work.microbatch, stage + 1, stage)
-            gradient = self.mailbox.take(from_next)
+            gradient = self.mailbox.take(Transfer("gradient", work.microbatch, stage + 1, stage))
         with (
             self._synced(work.chunk, is_final=work in self._final),
             self._collected(work, alive),

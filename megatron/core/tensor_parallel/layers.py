@@ -104,8 +104,7 @@ class Linear(nn.Module):
         """Return x W^T + b on this rank.  No communication."""
         weight = self.weight
         assert weight is not None, "a layer without a weight"
-        y = linear(x, LinearCall(weight, bias), self.quantizer, self.multiply)
-        return self._adapted(x, y)
+        return self._adapted(x, linear(x, LinearCall(weight, bias), self.quantizer, self.multiply))
 
     def _adapted(self, x: Tensor, y: Tensor) -> Tensor:
         """Add the adapter's term of input ``x`` to ``y``, before a reduction over ranks."""

@@ -295,8 +295,7 @@ class _Linear(Function[Tensor]):
 
         params = call.weight if needs_weight else None, call.bias if needs_bias else None
         item = gemms.weight_grad(params, grad, rows, saved, call)
-        grads = linear_backward(item, partial_grad_x if needs_x else None, call)
-        return *grads, None, None
+        return *linear_backward(item, partial_grad_x if needs_x else None, call), None, None
 
 
 def _shaped(y: Tensor, like: Tensor) -> Tensor:

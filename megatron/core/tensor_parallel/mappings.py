@@ -63,8 +63,7 @@ def all_gather_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
     """Concatenate [..., n] of every rank along the last dim: [..., n * size]."""
     if group.size() == 1:
         return x
-    parts = all_gather_first_dim(x, group).view(group.size(), *x.shape)
-    return parts.movedim(0, -2).flatten(-2)
+    return all_gather_first_dim(x, group).view(group.size(), *x.shape).movedim(0, -2).flatten(-2)
 
 
 def reduce_scatter_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:

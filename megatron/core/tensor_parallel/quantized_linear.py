@@ -257,8 +257,7 @@ class LinearQuantizer(AmaxHistory, Gemms):
         if self._transposed is None:
             scaled = self._quantized(weight, kept, transposed)
             codes = scaled.codes.contiguous()
-            scale = scaled.scale.contiguous()
-            self._transposed = Scaled(codes, scale, scaled.block)
+            self._transposed = Scaled(codes, scaled.scale.contiguous(), scaled.block)
         return self._transposed
 
     def _quantized(self, weight: Tensor, kept: dict[bool, Scaled], transposed: bool) -> Scaled:
@@ -354,8 +353,7 @@ class _ScaledWeightGrad(WeightGrad):
         super().start()
 
     def _product(self, weight: Tensor) -> Tensor | None:
-        codes = self.x.view(self._scaled.codes.dtype)
-        x = Scaled(codes, self._scaled.scale, self._scaled.block)
+        x = Scaled(self.x.view(self._scaled.codes.dtype), self._scaled.scale, self._scaled.block)
         grad = self._codes.t()
         if adds_to_main_grad(weight):
             total = weight.main_grad

@@ -333,7 +333,8 @@ class CheckpointWithoutOutput:
         if not hook_tensor.requires_grad:
             return
         for output in self._outputs:
-            _resize_storage(output, 0)
+            # An operation of torch: memory tracers see it.
+            torch.ops.inductor.resize_storage_bytes_(output, 0)
         hook_tensor.register_hook(self._recompute)
 
     @torch.no_grad()
@@ -343,12 +344,7 @@ class CheckpointWithoutOutput:
         # The graph of the recomputation, which backward uses.
         outputs, _ = context.values = context.values.run_again(context)
         for old, new in zip(self._outputs, filter(torch.is_tensor, outputs), strict=True):
-            _resize_storage(old, new.untyped_storage().nbytes())
+            torch.ops.inductor.resize_storage_bytes_(old, new.untyped_storage().nbytes())
             old.untyped_storage().copy_(new.untyped_storage())
         self._outputs = []
         self.context = None
-
-
-def _resize_storage(tensor: Tensor, num_bytes: int) -> None:
-    """Resize the storage in place, by a torch operation, so that memory tracers see it."""
-    torch.ops.inductor.resize_storage_bytes_(tensor, num_bytes)

@@ -149,6 +149,5 @@ def alibi_bias(slopes: Tensor, queries: Tensor, num_keys: int) -> Tensor:
 
     Returns [1, n, q, k] float32.
     """
-    keys = torch.arange(num_keys, device=slopes.device)
-    distance = (queries.unsqueeze(1) - keys).abs()
+    distance = (queries.unsqueeze(1) - torch.arange(num_keys, device=slopes.device)).abs()
     return (-slopes[:, None, None] * distance).unsqueeze(0)

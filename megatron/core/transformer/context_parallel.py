@@ -468,8 +468,7 @@ def heads_for_tokens(
     """
     parts = [x.unflatten(2, (heads.size(), -1)).movedim(2, 0) for x in tensors]
     traded = all_to_all_first_dim(torch.cat([x.flatten(3) for x in parts], -1), heads)
-    widths = [x.shape[3] * x.shape[4] for x in parts]
-    mixed = traded.flatten(0, 1)[order].split(widths, -1)
+    mixed = traded.flatten(0, 1)[order].split([x.shape[3] * x.shape[4] for x in parts], -1)
     return tuple(m.unflatten(-1, x.shape[3:]) for m, x in zip(mixed, parts, strict=True))
 
 

@@ -128,8 +128,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         """
 
         def compute(hidden: Tensor, embedded: Tensor) -> Tensor:
-            joined = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
-            projected = self.eh_proj(joined)
+            projected = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
             if self.config.fp32_residual_connection:
                 projected = projected.float()
             out, _ = self.transformer_layer(projected, attention_mask, **shared)

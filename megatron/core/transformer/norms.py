@@ -171,6 +171,6 @@ class HeadsWideRMSNorm(nn.Module):
         return (y * weight).view(x.shape)
 
 
-def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+def l2_norm(x: Tensor) -> Tensor:
     """Divide ``x`` by its root mean square over the last dimension; no learned weight."""
-    return F.rms_norm(x, (x.shape[-1],), None, eps)
+    return F.rms_norm(x, (x.shape[-1],), eps=1e-6)

@@ -141,8 +141,7 @@ async def answer(kind: type[_OpenAIRequest], service: Service, request: Any, bod
 
     def written() -> Any:
         choices = [{**asked.choice(s), "index": i} for i, s in enumerate(samples)]
-        usage = asked.usage(samples)
-        return json_answer(object_of(samples[0].generation_id, choices, usage=usage))
+        return json_answer(object_of(samples[0].generation_id, choices, usage=asked.usage(samples)))
 
     if asked.is_stream:
         return await service.stream(asked.generation, request, to_events, last)
@@ -354,8 +353,7 @@ class ChatRequest(_OpenAIRequest):
                 "messages",
                 code="no_chat_template",
             )
-        turns = self.model.turns(messages)
-        given = {"messages": turns, "tools": self.tools.given or None}
+        given = {"messages": self.model.turns(messages), "tools": self.tools.given or None}
         return await template.render({"add_generation_prompt": True, **more, **given})
 
     async def _read_prompt(

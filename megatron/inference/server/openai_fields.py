@@ -101,8 +101,7 @@ def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
         raise fields.fail("logit_bias", f"the vocabulary has {vocab_size} tokens")
     for name in names:
         if not name.isdecimal() or len(name) > 9 or int(name) >= vocab_size:
-            reason = f"its fields are token ids from 0 to {vocab_size - 1}"
-            raise fields.fail("logit_bias", reason)
+            raise fields.fail("logit_bias", f"its fields are token ids from 0 to {vocab_size - 1}")
     return {int(name): given.number(name, 0.0, -100.0, 100.0) for name in names}
 
 

@@ -243,7 +243,11 @@ def _references(
     run: ModelRun, config: PreferenceDatasetConfig, path: str, weights: str, *, begins: bool
 ) -> np.ndarray:
     """Return the log-probabilities of the answers at ``path``: float64 [2 rows]."""
-    pairs = _all_pairs(run, config, path) if reads_data(run) else None
+    pairs: PreferenceDataset | None = None
+    if reads_data(run):
+        cls = MockPreferenceDataset if run.config.data.mock_data else PreferenceDataset
+        rows = cls.build_low_level_dataset(path or None, config)
+        pairs = cls(rows, path, np.arange(len(rows)), None, Split.train, config)
     found: np.ndarray | None = None
     name = ""
     if run.is_rank_0:
@@ -278,12 +282,6 @@ def _references(
                 os.makedirs(folder, exist_ok=True)
                 save_array(file, references)
     return references
-
-
-def _all_pairs(run: ModelRun, config: PreferenceDatasetConfig, path: str) -> PreferenceDataset:
-    cls = MockPreferenceDataset if run.config.data.mock_data else PreferenceDataset
-    pairs = cls.build_low_level_dataset(path or None, config)
-    return cls(pairs, path, np.arange(len(pairs)), None, Split.train, config)
 
 
 def _folders(run: ModelRun, config: PreferenceDatasetConfig) -> list[str]:

@@ -101,8 +101,7 @@ class Importance:
                 self._after(module, add_experts)
 
     def _add_channels(self, _inputs: Any, output: Any) -> None:
-        normed = output[1] if isinstance(output, tuple) else output
-        self._add(HIDDEN, _absolute(normed))
+        self._add(HIDDEN, _absolute(output[1] if isinstance(output, tuple) else output))
 
     def _after(self, module: nn.Module, add: Callable[[Any, Any], None]) -> None:
         module.register_forward_hook(lambda _m, x, y: add(x, y))

@@ -366,8 +366,7 @@ def prune_checkpoint(config: RunConfig) -> None:
             read = json.loads(text)
             scores = {str(name): [float(x) for x in values] for name, values in read.items()}
         except (ValueError, AttributeError, TypeError) as error:
-            reason = f"{what} has no scores of a pruning run: {error}; remove it"
-            raise DataError(reason) from None
+            raise DataError(f"{what} has no scores of a pruning run: {error}; remove it") from None
     else:
         scores = measure(config, groups, config.extra["calib_size"])
         if path is not None and is_rank_0:

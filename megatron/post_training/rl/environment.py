@@ -334,8 +334,7 @@ class HttpEnvironment(FileEnvironment):
 
     def reward(self, prompt: Prompt, answer: str) -> float:
         body = json.dumps({"prompt": prompt, "answer": answer}).encode()
-        header = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._url, body, header)
+        request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
         for attempt in range(self._retries + 1):
             if attempt:
                 time.sleep(min(self._wait_s * 2 ** (attempt - 1), _LONGEST_WAIT_S))

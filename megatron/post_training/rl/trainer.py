@@ -8,8 +8,9 @@ inside of a round holds the round, since the weights that generated it are gone.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -92,7 +93,8 @@ class RolloutTraining(Callback):
         )
         held_out = () if self._source is None else self._source.environments.held_out
         self._num_held_out = broadcast_json(len(held_out), run.groups.world)
-        loader = self._forever() if reads_data(run) else None
+        # The micro-batches of each step, which `on_step_start` prepares.
+        loader = (batch for _ in count() for batch in self._batches) if reads_data(run) else None
         run.data.train = chunk_iterators(run, loader, prefetches=False)
 
     def on_step_start(self, run: TrainingRun) -> None:
@@ -139,11 +141,6 @@ class RolloutTraining(Callback):
                 losses=values, split="validation", set_index=several, is_final=False
             )
             run.callbacks.on_eval_end(run, evaluated)
-
-    def _forever(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the micro-batches of each step, which `on_step_start` prepares."""
-        while True:
-            yield from self._batches
 
     @in_phase("rollouts")
     def _new_round(self, run: TrainingRun, engine: TrainingEngine, number: int) -> Rollouts:

@@ -419,8 +419,7 @@ class MockConversations:
         count = len(self) * self.per_row
         lengths = random.lognormal(np.log(120), 0.8, count).astype(np.int64) + 2
         ends = np.cumsum(lengths)
-        starts = np.repeat(ends - lengths, lengths)
-        place = np.arange(ends[-1]) - starts
+        place = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
         firsts = np.repeat(random.integers(config.tokenizer.vocab_size, size=count), lengths)
         tokens = ((firsts + place) % config.tokenizer.vocab_size).astype(np.int32)
         return EncodedRows(tokens, place >= np.repeat(lengths // 2, lengths), ends)

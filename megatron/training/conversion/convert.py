@@ -234,8 +234,7 @@ def _with_base(source: Source, wanted: ConversionRequest) -> Source:
         raise CheckpointError(
             f"{wanted.source} holds a complete model, no adapters: choose another --format"
         )
-    given = None if wanted.base is None else str(wanted.base)
-    folder = folder_of_base(named, given, wanted.source)
+    folder = folder_of_base(named, None if wanted.base is None else str(wanted.base), wanted.source)
     if folder is None:
         raise CheckpointError(f"{wanted.source}: the base was random weights; there is no model")
     base = read_source(ConversionRequest(source=Path(folder), target=wanted.target, format=HF))

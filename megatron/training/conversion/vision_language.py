@@ -288,8 +288,7 @@ def flags_of(shape: VisionLanguageShape) -> dict[str, object]:
         "vision_num_attention_heads": layers.num_attention_heads,
     }
     if shape.family.reads_any_size:
-        side = shape.images["patch_size"]
-        return common | {"vision_model_type": "qwen2_vl", "patch_dim": side}
+        return common | {"vision_model_type": "qwen2_vl", "patch_dim": shape.images["patch_size"]}
     height, width, patch_dim = sizes_of(shape.images)
     return {
         **common,

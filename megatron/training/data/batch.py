@@ -46,8 +46,7 @@ def next_batch(
         table = kind.batch(run.config, stage, run.placement.num_stages)
         batch = load_batch(data_iterator, table, run.groups.tp)
         if kind.joins_rows:
-            is_planned = _is_planned(run.groups.tp)
-            batch = _as_one_row(batch, table, run.groups.cp, is_planned=is_planned)
+            batch = _as_one_row(batch, table, run.groups.cp, is_planned=_is_planned(run.groups.tp))
         elif not kind.splits_sequences:
             batch = get_batch_on_this_cp_rank(batch, run.groups.cp)
     run.timers("batch-generator").stop()
@@ -166,8 +165,7 @@ def _without_values(
         return torch.empty(size.num_rows, *expected.shape[1:], dtype=expected.dtype, device=target)
     if not size.num_rows:
         return expected.mask.empty(target)
-    bounds = torch.empty(size.num_rows, dtype=torch.int32, device=target)
-    return PackedBounds(bounds, size.longest)
+    return PackedBounds(torch.empty(size.num_rows, dtype=torch.int32, device=target), size.longest)
 
 
 def _is_planned(group: dist.ProcessGroup) -> bool:

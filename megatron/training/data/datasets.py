@@ -78,8 +78,7 @@ def count_epochs(run: RunContext) -> None:
         each = config.blend_per_split and [*map(_without_weights, config.blend_per_split)]
         config = replace(config, blend=_without_weights(config.blend), blend_per_split=each)
         cls = implementation_of(run.config).datasets[run.config.data.mock_data]
-        builder = BlendedMegatronDatasetBuilder(cls, [None, 0, 0], lambda: True, config)
-        (train, *_) = builder.build()
+        (train, *_) = BlendedMegatronDatasetBuilder(cls, [None, 0, 0], lambda: True, config).build()
         assert isinstance(train, MegatronDataset), "checks require one path"
         num_rows = len(train)
     (num_rows,) = agree_on(run.groups.mp, num_rows)

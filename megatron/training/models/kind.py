@@ -120,8 +120,7 @@ class TensorSpec(NamedTuple):
 
     def empty(self, device: torch.device) -> Tensor:
         """Return the tensor without values, and without rows if samples join theirs."""
-        shape = [max(0, size) for size in self.shape]
-        return torch.empty(shape, dtype=self.dtype, device=device)
+        return torch.empty([max(0, size) for size in self.shape], dtype=self.dtype, device=device)
 
     def largest(self, device: torch.device) -> Tensor:
         """Return the tensor without values, with as many rows as it has at most."""

@@ -76,8 +76,7 @@ def encoder_groups(config: RunConfig, groups: ProcessGroupCollection) -> Process
     size = config.mimo.encoder_tp
     if size is None:
         return own
-    grid = HyperCommGrid([size, config.world_size // size], ["tp", "copies"])
-    group = grid.create_pg("tp")
+    group = HyperCommGrid([size, config.world_size // size], ["tp", "copies"]).create_pg("tp")
     assert group is not None, "the grid spans the world"
     return own.with_tensor_parallelism(group)
 

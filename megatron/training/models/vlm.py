@@ -35,8 +35,7 @@ from megatron.training.models.kind import (
 
 def build_vlm_model(config: RunConfig, *, vp_stage: int | None = None, **stage: Any) -> LLaVAModel:
     """Build one pipeline stage on the current device; the first has the encoder of images."""
-    reads_any_size = KINDS[config.vision.vision_model_type].reads_any_size
-    kind = Qwen2VLModel if reads_any_size else LLaVAModel
+    kind = Qwen2VLModel if KINDS[config.vision.vision_model_type].reads_any_size else LLaVAModel
     model = kind(**llava_arguments(config, **stage), vp_stage=vp_stage)
     model.freeze(config.vision.freeze_LM, config.vision.freeze_ViT, False)
     return model

@@ -45,8 +45,7 @@ def sentence_splitter(language: str, keep_newlines: bool) -> SentenceSplitter:
     if reason is None:
         nltk = require("nltk", "--split-sentences")
         try:
-            punkt = nltk.tokenize.PunktTokenizer(language)
-            return partial(split_by_punkt, punkt, keep_newlines)
+            return partial(split_by_punkt, nltk.tokenize.PunktTokenizer(language), keep_newlines)
         except (LookupError, AttributeError):
             reason = f"nltk has no punkt_tab data for {language}"
     logger.warning(

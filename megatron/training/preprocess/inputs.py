@@ -228,5 +228,4 @@ def _blocks_of_stream(
             start, stored = start + cut, position
         wanted = max(num_bytes, 2 * len(ready))  # do not search a long record again for each piece
     if ready:
-        left = os.path.getsize(path) - stored
-        yield Block(path, start, start + len(ready), left, bytes(ready))
+        yield Block(path, start, start + len(ready), os.path.getsize(path) - stored, bytes(ready))

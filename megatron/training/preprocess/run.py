@@ -342,8 +342,7 @@ class Manifest:
     def write(self) -> None:
         """Write the current progress to disk atomically."""
         content = {"key": self._key, "dealt": self.dealt, "finished": sorted(self.finished)}
-        text = json.dumps(content, indent=1)
-        write_atomically(self.path, lambda file: file.write(text.encode()))
+        write_atomically(self.path, lambda file: file.write(json.dumps(content, indent=1).encode()))
 
 
 def _say(message: str) -> None:

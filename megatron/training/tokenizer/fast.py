@@ -80,7 +80,7 @@ class OwnerEncoder:
 TextEncoder: TypeAlias = GigatokenEncoder | OwnerEncoder
 
 
-def candidates(tokenizer: MegatronTokenizer, backend: str = "auto") -> Iterator[TextEncoder]:
+def candidates(tokenizer: MegatronTokenizer, backend: str) -> Iterator[TextEncoder]:
     """Yield gigatoken's encoder, if it is installed and runs the tokenizer's rules, and the owner.
 
     Check it with `difference` before using its ids.  A ``backend`` other than auto requests one

@@ -133,8 +133,7 @@ def check_vocab(tokenizer: MegatronTokenizer, padded_vocab_size: int, tp: int = 
 
     Its rows must also divide by the ``tp`` tensor-parallel ranks.
     """
-    largest = max(tokenizer.vocab.values(), default=-1)
-    needed = max(largest + 1, tokenizer.vocab_size)
+    needed = max(max(tokenizer.vocab.values(), default=-1) + 1, tokenizer.vocab_size)
     if needed > padded_vocab_size:
         raise ConfigError(
             f"--padded-vocab-size {padded_vocab_size} is fewer than the {needed} ids of "

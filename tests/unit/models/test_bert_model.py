@@ -108,7 +108,11 @@ def test_losses_of_hidden_tokens_are_those_of_all_tokens(kind: str) -> None:
     given["labels"] -= (batch()["labels"] < 0).long()
     types = given["types"] if model.add_binary_head else None
     results = []
-    for way in (model.hidden_token_losses, model.losses_of_all):
+
+    def losses_of_all(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return model.token_losses(model.lm_head(hidden), labels)
+
+    for way in (model.hidden_token_losses, losses_of_all):
         model.zero_grad()
         model.hidden_token_losses = way  # type: ignore[method-assign]
         losses, order = model(given["ids"], given["mask"], types, lm_labels=given["labels"])

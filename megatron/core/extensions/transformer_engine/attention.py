@@ -81,7 +81,9 @@ class TEDotProductAttention(DotProductAttention):
         if packed_seq_params is not None:
             query, key, value = (x.squeeze(1) for x in (query, key, value))  # [t, n, d]
             kind = "padding_causal" if is_causal else "padding"
-            more = _packed(packed_seq_params)
+            names = ["cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"]
+            names += ["max_seqlen_q", "max_seqlen_kv"]
+            more = {"qkv_format": "thd", **{n: getattr(packed_seq_params, n) for n in names}}
         if self.window is not None:
             more["window_size"] = (self.window[0], 0) if is_causal else self.window
         module = self._module_for(query, key)
@@ -110,12 +112,6 @@ class TEDotProductAttention(DotProductAttention):
         if self.softmax_offset is not None:
             module._parameters["softmax_offset"] = self.softmax_offset
         return module.train(self.training)
-
-
-def _packed(packed: PackedSeqParams) -> dict[str, object]:
-    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    values = {name: getattr(packed, name) for name in (*names, "max_seqlen_q", "max_seqlen_kv")}
-    return {"qkv_format": "thd", **values}
 
 
 def _comm_arguments(comm: ContextParallelComm) -> dict[str, object]:

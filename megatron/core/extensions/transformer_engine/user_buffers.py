@@ -64,8 +64,7 @@ def _layers_with_buffers(model: nn.Module, hidden_size: int) -> Iterator[tuple[_
         buffer = _BUFFERS.get(name.rpartition(".")[2])
         if buffer is None or "shared_experts" in name or not isinstance(layer, _Sharded):
             continue
-        is_column = isinstance(layer, TEColumnParallelLinear)
-        width = layer.input_size if is_column else layer.output_size
+        width = layer.input_size if isinstance(layer, TEColumnParallelLinear) else layer.output_size
         if layer.sequence_parallel and layer.engine is not None and width == hidden_size:
             yield layer, buffer
 

@@ -152,8 +152,7 @@ class T5Model(LanguageModule):
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Set the hidden states that the previous stage sent."""
-        received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-        self.input_tensor = received
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(
         self,

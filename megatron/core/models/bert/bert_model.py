@@ -146,17 +146,13 @@ class BertModel(LanguageModule):
         """Map hidden states [s, b, h] and labels [b, s] to losses [b, s] in float32.
 
         Only the k tokens that have a label pass through the head and the vocabulary: equal to
-        `losses_of_all` at k / (b s) of its cost.
+        the losses from the logits of all tokens, at k / (b s) of their cost.
         """
         rows = (labels >= 0).flatten().nonzero().squeeze(1)
         chosen = hidden.transpose(0, 1).flatten(0, 1).index_select(0, rows).unsqueeze(1)
-        losses = self.losses_of_all(chosen, labels.flatten()[rows].unsqueeze(0))
+        losses = self.token_losses(self.lm_head(chosen), labels.flatten()[rows].unsqueeze(0))
         whole = losses.new_zeros(labels.numel()).index_put((rows,), losses.squeeze(0))
         return whole.view_as(labels)
-
-    def losses_of_all(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Compute the same losses from the logits of all tokens."""
-        return self.token_losses(self.lm_head(hidden), labels)
 
 
 def _hidden_keys(attention_mask: Tensor | None) -> Tensor | None:

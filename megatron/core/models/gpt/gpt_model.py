@@ -217,8 +217,7 @@ class GPTModel(LanguageModule):
         for depth, ahead in enumerate(depths):
             embedded = self.embedding(ahead.tokens, None)
             state = self.mtp.layers[depth](state, embedded, attention_mask, **shared)
-            losses = self.token_losses(state, ahead.labels)
-            hidden = self.mtp.attach(hidden, depth, losses, ahead)
+            hidden = self.mtp.attach(hidden, depth, self.token_losses(state, ahead.labels), ahead)
         return hidden
 
 

@@ -72,8 +72,7 @@ def held_positions(rows: Tensor, cp_group: ProcessGroup) -> Tensor:
     if cp_group.size() == 1:
         return rows
     lengths = row_lengths(None, rows.shape[1])
-    held = held_tokens(lengths, cp_group.rank(), cp_group.size(), rows.device)
-    return rows.index_select(1, held)
+    return rows.index_select(1, held_tokens(lengths, cp_group.rank(), cp_group.size(), rows.device))
 
 
 def split_over_ranks(

@@ -53,8 +53,7 @@ class Qwen2VLVisionModel(VisionModule):
         super().__init__(transformer_config)
         config = transformer_config
         h = config.hidden_size
-        values = _COLORS * frames_per_patch * patch_dim**2
-        self.conv1 = PatchMatrix(config, values)
+        self.conv1 = PatchMatrix(config, _COLORS * frames_per_patch * patch_dim**2)
         self.ln_post = Norm(config, h, config.layernorm_epsilon, has_partial_gradient=False)
         self.build_layers(transformer_layer_spec, pg_collection)
         self.finalize_parameters()

@@ -40,8 +40,7 @@ def get_vit_layer_with_transformer_engine_spec(
     config: TransformerConfig | None = None, *, has_layer_scale: bool = False
 ) -> ModuleSpec:
     """Return a spec with Transformer Engine's modules; without it, warn and use PyTorch."""
-    spec = get_gpt_layer_with_transformer_engine_spec(config=config)
-    return _without_mask(spec, has_layer_scale)
+    return _without_mask(get_gpt_layer_with_transformer_engine_spec(config=config), has_layer_scale)
 
 
 def _without_mask(spec: ModuleSpec, has_layer_scale: bool) -> ModuleSpec:

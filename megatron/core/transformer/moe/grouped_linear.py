@@ -89,8 +89,7 @@ class RowGroups:
         if isinstance(counts, LazyTokenCounts):
             return cls(counts, counts.counts.cumsum(0, dtype=torch.int32))
         here = device.host_array(torch.tensor(counts, dtype=torch.int32).cumsum(0), where)
-        ends = here.to(where, torch.int32, non_blocking=True)
-        return cls(tuple(counts), ends)
+        return cls(tuple(counts), here.to(where, torch.int32, non_blocking=True))
 
     def expert_of(self, row: Tensor) -> Tensor:
         """Return the expert of each row number (int32); e for rows after the last expert's."""

@@ -102,8 +102,7 @@ class MoELayer(MegatronModule):
         if self.config.moe_apply_probs_on_input:
             rows = rows * weights.unsqueeze(-1).to(rows.dtype)
             weights = torch.ones_like(weights)
-        results = self.experts(rows, weights, arrived.counts)
-        y = arrived.back(results).view_as(hidden)
+        y = arrived.back(self.experts(rows, weights, arrived.counts)).view_as(hidden)
         if not shared:
             compute()
         return sum(shared, y), None

@@ -312,8 +312,7 @@ class TopKRouter(MegatronModule):
             length = self._without_empty((~padding).view(s, b).sum(0), scores)
             visits = (self.rule.k * length).unsqueeze(1)
         share = counts.to(scores.dtype) / visits
-        totals = scores.view(s, b, -1).sum(0)
-        return ((totals * share).sum(-1) * (self.num_experts / length)).mean()
+        return ((scores.view(s, b, -1).sum(0) * share).sum(-1) * (self.num_experts / length)).mean()
 
 
 def loss_name(kind: str) -> str:

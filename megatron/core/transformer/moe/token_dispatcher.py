@@ -332,8 +332,7 @@ def _sent(
     sorting = by_expert(by_source.unsqueeze(1), highest=num_local - 1)
 
     def back(rows: Tensor) -> Tensor:
-        flight = _Flight(receiving, sending, group)
-        (rows,) = _AllToAll.apply([flight], combine(rows, sorting))
+        (rows,) = _AllToAll.apply([_Flight(receiving, sending, group)], combine(rows, sorting))
         return arrived.back(rows if doubled is None else combine(rows, doubled))
 
     weights, rows = arrived.weights.unsqueeze(1), arrived.rows

@@ -131,8 +131,7 @@ def _write_rope(shape: ModelShape) -> Values:
             for each in entries:
                 out["rope_scaling"] |= each.write(shape)
     if shape.longrope_short_factor is not None:
-        length = shape.longrope_original_max_position_embeddings
-        out["original_max_position_embeddings"] = length
+        out["original_max_position_embeddings"] = shape.longrope_original_max_position_embeddings
     return out
 
 

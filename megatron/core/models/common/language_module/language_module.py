@@ -130,8 +130,7 @@ class LanguageModule(MegatronModule):
             scatter_to_sequence_parallel=scatter_to_sequence_parallel,
         )
         if self.share_embeddings_and_output_weights or is_shared:
-            weight = embedding.word_embeddings.weight
-            mark_as_shared_embedding(weight, is_copy=not self.pre_process)
+            mark_as_shared_embedding(embedding.word_embeddings.weight, is_copy=not self.pre_process)
         return embedding
 
     def build_output_layer(self, *, bias: bool = False) -> ColumnParallelLinear:
@@ -319,8 +318,7 @@ class LanguageModule(MegatronModule):
         Gathered logits have the unpadded vocabulary; in sharded logits padding is -inf.
         """
         hidden = self.scaled(hidden)
-        weight = self.output_weight()
-        logits, _ = self.output_layer(hidden, weight, runtime_gather_output=gather)
+        logits, _ = self.output_layer(hidden, self.output_weight(), runtime_gather_output=gather)
         logits = self.cap(logits).transpose(0, 1)
         if self.num_tokens is None:
             return logits.contiguous()

@@ -230,8 +230,7 @@ def _mark_copies(part: nn.Module, kind: str, tp_group: ProcessGroup) -> None:
                 f"the language model, {tp_group.size()}: give its modules smaller process groups"
             )
         if info.shard_count > 1:
-            is_copy = tp_group.rank() >= info.shard_count
-            set_info(param, replace(info, is_duplicate=is_copy))
+            set_info(param, replace(info, is_duplicate=tp_group.rank() >= info.shard_count))
 
 
 def _is_special(input_ids: Tensor, special_token_ids: Mapping[str, int]) -> Tensor:
