@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -209,7 +210,10 @@ def _build_chunk(
         )
     with torch.device("meta") if on_meta else contextlib.nullcontext():
         model = model_provider(**arguments)
-    return model if on_meta else model.to(device.current())
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    if on_meta or all(tensor.device == device.current() for tensor in tensors):
+        return model  # to() replaces parameters, and a planned one has references
+    return model.to(device.current())
 
 
 def _wrapped(run: RunContext, model: nn.Module, with_data_parallelism: bool) -> nn.Module:
