@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import socket
 import time
@@ -38,6 +39,7 @@ _UvicornServer: Any = uvicorn.Server
 
 _LOG = logging.getLogger(__name__)
 _LAST_ANSWERS_S = 4  # for answers that are being sent when the server ends
+_PATIENCE_S = 30.0  # with an engine that has requests, for an answer between two steps
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,30 @@ async def _follow_engine(
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {info.model} on http://{shown}:{port}", flush=True)
-    return await client.read_until_the_end()
+    watch = asyncio.ensure_future(watch_engine(client, _PATIENCE_S))
+    try:
+        return await client.read_until_the_end()
+    finally:
+        watch.cancel()
+
+
+async def watch_engine(client: EngineClient, patience_s: float) -> None:
+    """Log when the engine does not answer although it has requests; ends with the engine."""
+    while client.failure is None:
+        await asyncio.sleep(patience_s)
+        if not client.calls:
+            continue
+        try:
+            await client.ask("ping", patience_s)
+        except TimeoutError:
+            _LOG.error(
+                "rank 0 (process %d), which holds the engine, has not answered for %g s: it is "
+                "stopped, computes a long step, or waits for another rank",
+                os.getppid(),
+                patience_s,
+            )
+        except EngineDied:
+            return
 
 
 async def _drained(

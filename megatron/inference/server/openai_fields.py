@@ -219,8 +219,9 @@ def read_tools(fields: Fields, model: Model) -> Tools:
     name = None
     if isinstance(choice, dict):
         name = (_function_of(choice) or {}).get("name")
-        choice = "function" if name in [tool["function"]["name"] for tool in given] else None
-    fits = choice in ("auto", "required", "function") and given
+        choice = "function"
+    is_named = name in [tool["function"]["name"] for tool in given]
+    fits = is_named or (choice in ("auto", "required") and given)
     if choice != "none" and not fits:
         reason = "give none, auto or required, with tools, or the function of one of the tools"
         raise fields.fail("tool_choice", reason)

@@ -58,7 +58,8 @@ class Monitor:
         self._file: HeartbeatFile | None = None
         self._shared_folder: Path | None = None  # of the supervisor
         self._saved = Limits()  # before this run
-        self._state_path: Path | None = None
+        self._state_path: Path | None = None  # the same on all ranks, also if rank 0 cannot write
+        self._has_failed_to_save = False
         self._open: list[tuple[str, float]] = []  # sections and when they began
         self._closed_at_s = 0.0
         self._num_steps = 0
@@ -172,14 +173,14 @@ class Monitor:
         self._share()
         if self.client is not None and saves:
             self._set_limits_of_client()
-        if self._state_path is not None and rank() == 0:
+        if self._state_path is not None and rank() == 0 and not self._has_failed_to_save:
             try:
                 limits.save(self._state_path)
             except OSError as error:  # the run is worth more
                 print_rank_0(
                     f"WARNING: --calc-ft-timeouts: {self._state_path} cannot be written ({error})"
                 )
-                self._state_path = None
+                self._has_failed_to_save = True
 
     def close(self) -> None:
         """End all sections: from now on there is no limit."""

@@ -212,9 +212,10 @@ class Supervisor:
         with contextlib.suppress(dist.DistError, RendezvousError):
             rendezvous.leave()  # its thread would go on to send signs of life
         decision = self._decide(outcome_of([replace(report, lost_store=True)]))
+        # The report of the run has this outcome even if the nodes do not meet again.
+        self._history = replace(self._history, outcomes=decision.history.outcomes)
         if rendezvous.attempt is None:  # this node was in no attempt yet
-            history = replace(self._history, outcomes=decision.history.outcomes)
-            decision = replace(decision, history=history)
+            decision = replace(decision, history=self._history)
         if decision.restarts:
             self._rendezvous = None
             self._connect(rendezvous.attempt, rendezvous.num_spare)

@@ -84,6 +84,12 @@ class PreprocessOptions:
         for flag, value in (("--workers", self.workers), ("--partitions", self.partitions)):
             if value < 1:
                 raise ConfigError(f"{flag} {value} must be at least 1")
+        for key in self.record_format.json_keys:
+            if self.key_in_name and "/" in key:
+                raise ConfigError(
+                    f"--json-keys {key!r}: the key is part of the names of the files, which have "
+                    "no slash: rename it in the input"
+                )
         directory = os.path.dirname(os.path.abspath(self.output_prefix))
         if not os.path.isdir(directory):
             raise ConfigError(

@@ -155,6 +155,22 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
     assert capsys.readouterr().out.count("WARNING: --calc-ft-timeouts: ") == 1
 
 
+def test_a_rank_that_cannot_write_the_limits_still_joins_the_collective(
+    monitor: sections.Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor.enable(str(tmp_path / "missing"), learns=True)
+    train(CallbackList([Sections()]), 17)
+    joined: list[Any] = []
+
+    def join(values: Any) -> Any:
+        joined.append(values)
+        return values
+
+    monkeypatch.setattr(sections, "largest_of_ranks", join)
+    monitor.learn()
+    assert len(joined) == 1
+
+
 def test_the_supervisor_sees_sections_and_limits(
     monitor: sections.Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +28,20 @@ from megatron.core.inference.paged_engine.request import (
 )
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server import engine_link
-from megatron.inference.server.engine_link import EngineClient, EngineInfo, EngineLoop
-from megatron.inference.server.fields import ApiError, as_api_error, parse_json
+from megatron.inference.server.engine_link import (
+    EngineClient,
+    EngineDied,
+    EngineInfo,
+    EngineLoop,
+)
+from megatron.inference.server.fields import ApiError, Fields, as_api_error, parse_json
+from megatron.inference.server.front_end import watch_engine
 from megatron.inference.server.generation import Generation, GenerationRequest
 from megatron.inference.server.megatron_api import answer_api
 from megatron.inference.server.metrics import Metrics
 from megatron.inference.server.model import Model
 from megatron.inference.server.openai_api import log_prob_table
-from megatron.inference.server.openai_fields import ToolCallParser
+from megatron.inference.server.openai_fields import ToolCallParser, read_tools
 from megatron.inference.text import TextRules
 from megatron.training.tokenizer import TokenizerSpec
 from tests.support.fake_engine import FakeEngine
@@ -394,3 +401,26 @@ def test_a_likelier_token_of_the_same_text_stays_in_the_table():
     table = log_prob_table(Model(INFO, tokenizer), [(3, score, 0)], 1)
     assert table["token_logprobs"] == [-2.0]
     assert table["top_logprobs"] == [{"\ufffd": -1.0}]
+
+
+@pytest.mark.parametrize("choice", ["function", "", "other", {}, {"function": {"name": "b"}}, [1]])
+def test_a_choice_of_tools_that_is_none_is_refused(choice):
+    tool = {"type": "function", "function": {"name": "a"}}
+    with pytest.raises(ApiError, match="tool_choice: .* is invalid"):
+        read_tools(Fields({"tools": [tool], "tool_choice": choice}), Model(INFO, None))
+
+
+def test_an_engine_that_does_not_answer_is_named(caplog):
+    class Stopped:
+        calls = ("a request",)
+        failure = None
+        num_asked = 0
+
+        async def ask(self, kind, timeout_s):
+            self.num_asked += 1
+            if self.num_asked > 1:
+                raise EngineDied("the engine's process has ended")
+            raise TimeoutError
+
+    asyncio.run(watch_engine(Stopped(), 0.0))
+    assert f"rank 0 (process {os.getppid()}), which holds the engine, has not" in caplog.text

@@ -295,6 +295,12 @@ def test_a_few_rows_of_parquet_are_held_at_once(tmp_path):
     assert sum(sizes) > 10_000_000
 
 
+def test_a_key_with_a_slash_is_refused(tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", [{"a/b": "text"}])
+    with pytest.raises(ConfigError, match="--json-keys 'a/b': the key is part of the names"):
+        preprocess(source, tmp_path / "out", "--json-keys", "a/b")
+
+
 def test_a_worker_that_is_killed_ends_the_run(corpus_file, tmp_path, monkeypatch):
     def die(self, block):
         os.kill(os.getpid(), signal.SIGKILL)
