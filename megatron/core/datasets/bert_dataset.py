@@ -63,7 +63,8 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
         if is_pair:
             pivot, is_swapped = int(random.integers(1, pivot)), bool(random.random() < 0.5)
         sizes = [len(tokens) for tokens in sentences]
-        text, numbers = np.concatenate(sentences), np.repeat(np.arange(len(sizes)), sizes)
+        text = np.concatenate(sentences)
+        numbers = np.repeat(np.arange(len(sizes)), sizes)
         segments = np.split(np.arange(len(text)), [sum(sizes[:pivot])])
         if is_swapped:
             segments.reverse()

@@ -113,7 +113,8 @@ class SampleRequest:
         """Number of tokens in the sequences ``indices``."""
         if not len(self.indices):
             return 0
-        first, last = int(self.indices[0]), int(self.indices[-1])
+        first = int(self.indices[0])
+        last = int(self.indices[-1])
         is_range = last - first + 1 == len(self.indices)  # as the builder makes it: no copy
         lengths = self.sequence_lengths[slice(first, last + 1) if is_range else self.indices]
         return int(lengths.sum(dtype=np.int64))

@@ -335,7 +335,8 @@ class Checksums:
 
     def check(self, path_prefix: str, bin_bytes: int, idx: Bytes) -> None:
         """Raise DataError unless the size of .bin and the content ``idx`` of .idx match."""
-        sizes, known = (bin_bytes, len(idx)), (self.bin_bytes, self.idx_bytes)
+        sizes = (bin_bytes, len(idx))
+        known = (self.bin_bytes, self.idx_bytes)
         if sizes != known:
             raise _mismatch(path_prefix, f"the size of .bin and .idx, {sizes}, not {known},")
         if BlockCrcs(idx).checksum() != self.idx_checksum:

@@ -160,7 +160,8 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        masked, short = self.masking_probability, self.short_sequence_probability
+        masked = self.masking_probability
+        short = self.short_sequence_probability
         if not (0 < masked < 1 and 0 <= short <= 1):
             raise ConfigError(
                 f"--mask-prob {masked} and --short-seq-prob {short} must be between 0 and 1"

@@ -76,7 +76,8 @@ class RangeReader(ABC):
     def __init__(self, url: str, chunk_bytes: int) -> None:
         self.url = url
         self._chunk_bytes = chunk_bytes
-        self._chunk, self._chunk_start = b"", 0
+        self._chunk = b""
+        self._chunk_start = 0
         self._client_pid = -1
         self._client: Client = None
         self.num_bytes = self._size()
@@ -84,7 +85,8 @@ class RangeReader(ABC):
     def client(self) -> Client:
         """Return the connection of this process."""
         if self._client_pid != os.getpid():
-            self._client, self._client_pid = self._connect(), os.getpid()
+            self._client = self._connect()
+            self._client_pid = os.getpid()
         return self._client
 
     def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:

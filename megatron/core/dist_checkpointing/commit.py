@@ -287,7 +287,8 @@ def _check_not_replaced(found: Sequence[CheckpointFolder], attempt: str) -> None
 
 def _check_space(root: Path, num_bytes: int) -> None:
     stats = os.statvfs(root)
-    free, needed = stats.f_bavail * stats.f_frsize, num_bytes + _SPARE_BYTES
+    free = stats.f_bavail * stats.f_frsize
+    needed = num_bytes + _SPARE_BYTES
     if free < needed:
         raise CheckpointError(
             f"{root} has {free / 1e6:,.2f} MB free and the checkpoint needs {needed / 1e6:,.2f} MB"

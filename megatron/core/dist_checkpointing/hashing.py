@@ -53,9 +53,12 @@ def hash_of_all(tensors: Iterable[ShardedTensor], group: ProcessGroup) -> int:
 
 def _blocks(piece: Piece | LazyPiece, whole: Shape) -> Iterable[tuple[Tensor, Tensor]]:
     """Yield chunks of a piece along its first dimension: global element indices, values."""
-    values, offset = piece.data, piece.offset
+    values = piece.data
+    offset = piece.offset
     if not whole:
-        values, offset, whole = values.reshape(1), (0,), (1,)
+        values = values.reshape(1)
+        offset = (0,)
+        whole = (1,)
     rows = max(1, _BLOCK // max(1, prod(values.shape[1:])))
     first, *others = (
         (torch.arange(size, device=values.device) + begin) * prod(whole[dim + 1 :])

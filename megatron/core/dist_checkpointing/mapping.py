@@ -233,7 +233,8 @@ def split_rows(tensor: ShardedTensor, sizes: Sequence[int]) -> Iterator[ShardedT
         pieces = []
         for piece in tensor.pieces:
             begin, *others = piece.offset
-            low, high = max(begin, first), min(begin + piece.shape[0], first + size)
+            low = max(begin, first)
+            high = min(begin + piece.shape[0], first + size)
             if low < high:
                 rows = piece.data.narrow(0, low - begin, high - low)
                 pieces.append(Piece((low - first, *others), rows))

@@ -185,7 +185,8 @@ def _layout(tensors: Sequence[LazyTensor], metadata: dict[str, str]) -> tuple[by
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{tensor.name}: a checkpoint cannot hold {tensor.dtype}")
-        begin, end = end, end + tensor.num_bytes
+        begin = end
+        end = end + tensor.num_bytes
         begins.append(begin)
         entries[tensor.name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
@@ -205,7 +206,8 @@ def _write_blocks(file: BinaryIO, tensor: LazyTensor, *, flips: bool) -> list[in
     ``flips``: flip one bit, as a faulty disk would (fault injection).
     """
     values = tensor.make()
-    found, expected = (values.dtype, values.shape), (tensor.dtype, tensor.shape)
+    found = (values.dtype, values.shape)
+    expected = (tensor.dtype, tensor.shape)
     assert found == expected, f"{tensor.name} is {found}, expected {expected}"
     data = bytes_of(values)
     checksums = []

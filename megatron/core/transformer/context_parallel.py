@@ -125,7 +125,8 @@ class RingPlan:
         Blocks in which no query attends to a key are left out.
         """
         source = (self.ring.rank - step) % self.ring.size
-        hidden, bias = self.context.hidden, self.context.bias
+        hidden = self.context.hidden
+        bias = self.context.bias
         for block, window in self._blocks(source):
             keys = held_tokens(self.lengths, source, self.ring.size, q.device)[block.keys]
             visible = None
@@ -342,7 +343,8 @@ class AttentionContext(NamedTuple):
 
         Raises ConfigError if a mask has another shape, or a bias requires a gradient.
         """
-        hidden, bias = self.hidden, self.bias
+        hidden = self.hidden
+        bias = self.bias
         if bias is not None and bias.requires_grad:
             raise ConfigError(
                 "--context-parallel-size: an attention bias gets no gradient from other ranks; "

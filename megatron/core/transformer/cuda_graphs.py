@@ -88,7 +88,9 @@ def record(
         return torch.zeros_like(like, device=device.current(), requires_grad=like.requires_grad)
 
     before, arguments = tree_map_only(Tensor, fixed, (hidden, shared))
-    others, pool, parts = tensors_in(arguments), device.graph_pool(), []
+    others = tensors_in(arguments)
+    pool = device.graph_pool()
+    parts = []
     outputs: list[Tensor] = []
     with device.about_to_record():
         for run, module, feeds in zip(runs, modules, feeds_next, strict=True):

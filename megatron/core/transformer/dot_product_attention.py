@@ -198,7 +198,8 @@ class DotProductAttention(MegatronModule):
 
     def _attend(self, qkv: QKV, context: AttentionContext) -> Tensor:
         query, key, value = qkv
-        where, dropout = query.device, self._dropout()
+        where = query.device
+        dropout = self._dropout()
         if _is_packed_on_cpu(query, key, context):
             return self._attend_one_by_one(qkv, context)
         if context.sink is not None and _is_one_row(query, key, context):

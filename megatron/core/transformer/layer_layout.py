@@ -47,9 +47,11 @@ def stacked_ranges(
     if num_ranks == 1:
         return range(depths[0]), range(depths[1])
     is_behind = pp_rank >= encoder_ranks
-    stage, num_stages = pp_rank, encoder_ranks
+    stage = pp_rank
+    num_stages = encoder_ranks
     if is_behind:
-        stage, num_stages = pp_rank - encoder_ranks, num_ranks - encoder_ranks
+        stage = pp_rank - encoder_ranks
+        num_stages = num_ranks - encoder_ranks
     begin, end = (-(-depths[is_behind] * s // num_stages) for s in (stage, stage + 1))
     return (None, range(begin, end)) if is_behind else (range(begin, end), None)
 
@@ -105,7 +107,8 @@ def _num_slots(config: TransformerConfig) -> int:
 
 def layout_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
     """Yield an error message for each reason why the layers cannot be split as the flags ask."""
-    first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
+    first = config.decoder_first_pipeline_num_layers
+    last = config.decoder_last_pipeline_num_layers
     of_embedding = config.account_for_embedding_in_pipeline_split
     of_loss = config.account_for_loss_in_pipeline_split
     ways = {  # flags that determine the layers of a stage; only one kind may be given

@@ -62,7 +62,8 @@ class MegatronModule(nn.Module):
         for name, tensor in self.state_dict(prefix=prefix, keep_vars=True).items():
             info = info_of(tensor)
             key = prefix + (info.name or name.removeprefix(prefix))
-            local, replica = local_part(tensor), replica_of(info, groups)
+            local = local_part(tensor)
+            replica = replica_of(info, groups)
             record = from_param(key, info, local, replica, dtype=info.dtype)
             number = 1 if replica is None else replica.index
             entries[name] = replace(record, data=local.detach(), replica_id=number)

@@ -113,7 +113,8 @@ class MLASelfAttention(SelfAttentionBase):
         **more: Any,
     ) -> WithBias:
         """See `SelfAttentionBase.forward`."""
-        c, cache = self.config, inference_context
+        c = self.config
+        cache = inference_context
         if cache is None or not c.cache_mla_latents:
             return super().forward(
                 hidden_states,

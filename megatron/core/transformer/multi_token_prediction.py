@@ -110,7 +110,8 @@ class MultiTokenPredictionLayer(MegatronModule):
             layer_number=config.num_layers,
             offered={"pg_collection": pg_collection, "tp_group": pg_collection.tp},
         )
-        layer, last = self.transformer_layer, config.num_layers - 1
+        layer = self.transformer_layer
+        last = config.num_layers - 1
         quantize_layer(layer, config, last, pg_collection=pg_collection)
         self.final_layernorm = Norm(config, hidden, eps)
 

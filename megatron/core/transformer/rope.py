@@ -69,11 +69,9 @@ def base_frequencies(width: int, base: float) -> Tensor:
 
 def llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Divide the frequencies of long wavelengths by the factor, with a smooth transition."""
-    context, low, high = (
-        scaling.original_max_positions,
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-    )
+    context = scaling.original_max_positions
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     wavelength = 2 * math.pi / frequencies
     is_long = wavelength > context / low
     divided = torch.where(is_long, frequencies / scaling.factor, frequencies)
@@ -175,7 +173,8 @@ class RotaryEmbedding(nn.Module):
 
         ``held``: the positions of a context-parallel rank, [s].  The last table is cached.
         """
-        end, where = offset + num_positions, device.current()
+        end = offset + num_positions
+        where = device.current()
         key = num_positions, offset, dtype, where
         if key != self._table_key or held is not self._held or self._table is None:
             positions = torch.arange(offset, end, device=where) if held is None else held

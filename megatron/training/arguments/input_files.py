@@ -57,9 +57,11 @@ def missing_files(args: Namespace) -> list[str]:
     for name in _PREFIXES:
         for prefix in _prefixes(getattr(args, name, None) or ()):
             if kind.classifies_images or reads_conversations(args):
-                is_there, what = Path(prefix).exists(), "such a file or folder"
+                is_there = Path(prefix).exists()
+                what = "such a file or folder"
                 if kind.classifies_images:
-                    is_there, what = Path(prefix).is_dir(), "such a folder"
+                    is_there = Path(prefix).is_dir()
+                    what = "such a folder"
                 gone = [] if is_there else [what]
             elif kind.reads_images:
                 try:

@@ -324,7 +324,8 @@ def compare_models(stored: Arguments, asked: Arguments, *, is_finetuning: bool) 
         line = f"{name}: {theirs[name]} in the checkpoint, {mine[name]} in this run ({flag})"
         group = "refused"
         if name == "tokenizer_type":
-            group, line = "warned", f"{line}: {_OTHER_TOKENS}"
+            group = "warned"
+            line = f"{line}: {_OTHER_TOKENS}"
         elif name in LOGGED:
             group = "logged"
         elif name in SHOWN_BY_TENSORS:

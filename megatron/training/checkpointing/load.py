@@ -330,7 +330,8 @@ def _restore(
     weights_only: bool = False,
 ) -> Loaded:
     """Restore all values besides tensors; ``state``: that of this rank."""
-    optimizer, schedule = parts.optimizer, common["opt_param_scheduler"]
+    optimizer = parts.optimizer
+    schedule = common["opt_param_scheduler"]
     has_schedule = False
     if optimizer is not None and not config.no_load_optim:
         assert common["optimizer"] is not None, "the checkpoint holds an optimizer, as was checked"

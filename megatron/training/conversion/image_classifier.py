@@ -21,7 +21,8 @@ from megatron.training.conversion.vision import (
 
 ARCHITECTURE = "ViTForImageClassification"
 _HEAD = ("classifier.weight", "classifier.bias")
-_NORM, _OUR_NORM = "ln_post.", "decoder.final_layernorm."  # in the encoder, in the classifier
+_NORM = "ln_post."
+_OUR_NORM = "decoder.final_layernorm."  # in the encoder, in the classifier
 # Names in released folders -> those of the encoder's family.
 _SPELLINGS = (
     ("vit.", ""),
@@ -113,7 +114,8 @@ def export_classifier(
 def _config_of(run: RunConfig, came_with: Config) -> JsonObject:
     """Return a config.json of the model; the one it came with, if that describes it."""
     model = run.model
-    height, width = run.vision.img_h, run.vision.img_w
+    height = run.vision.img_h
+    width = run.vision.img_w
     labels = {str(number): f"LABEL_{number}" for number in range(run.image_classifier.num_classes)}
     config: JsonObject = {
         **_USUAL,
@@ -134,7 +136,8 @@ def _config_of(run: RunConfig, came_with: Config) -> JsonObject:
     flags = flags_of_classifier(config)
     built = run_config(default_args() | flags)
     for name in _LAYERS:
-        mine, theirs = getattr(model, name), getattr(built.model, name)
+        mine = getattr(model, name)
+        theirs = getattr(built.model, name)
         if mine != theirs:
             raise CheckpointError(f"a {ARCHITECTURE} has {name} {theirs}, and this model {mine}")
     if is_image_classifier(came_with) and flags_of_classifier(came_with) == flags:

@@ -134,7 +134,8 @@ def shared_parts(make: Callable[[], list[Tensor]], count: int) -> list[Callable[
 
 
 _BLOCKS = re.compile(r"(.*)_blocks(\.\d+)")
-_SCALES, _INVERSE = "_scales", "_scale_inv"
+_SCALES = "_scales"
+_INVERSE = "_scale_inv"
 _EXPONENT_OF_ONE = 127
 # Values of the low three bits: two of exponent, one of mantissa.  The fourth is the sign.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

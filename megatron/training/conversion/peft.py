@@ -342,7 +342,8 @@ def _their_pairs(
         )
     every = [pairs[part] for part in parts]
     if all(torch.equal(pair.a, every[0].a) for pair in every):  # as read from such a file
-        a, b = every[0].a, torch.cat([pair.b for pair in every])
+        a = every[0].a
+        b = torch.cat([pair.b for pair in every])
     else:
         a = torch.cat([pair.a for pair in every])
         b = torch.block_diag(*[pair.b for pair in every])

@@ -190,8 +190,10 @@ class ModelShape:
         size = {name: value or 0 for name, value in vars(self).items()}
         heads, halves = self.num_attention_heads, 2 if self.is_gated else 1
         query, key = heads * self.kv_channels, self.num_query_groups * self.kv_channels
-        expert, shared = size["moe_ffn_hidden_size"], size["moe_shared_expert_intermediate_size"]
-        latent, value = size["kv_lora_rank"], size["v_head_dim"]
+        expert = size["moe_ffn_hidden_size"]
+        shared = size["moe_shared_expert_intermediate_size"]
+        latent = size["kv_lora_rank"]
+        value = size["v_head_dim"]
         mixers = size["mamba_num_heads"]
         inner = mixers * size["mamba_head_dim"]
         convolved = inner + 2 * size["mamba_num_groups"] * size["mamba_state_dim"]
@@ -232,7 +234,8 @@ class ModelShape:
 
 def shape_of(config: RunConfig, vocab_size: int) -> ModelShape:
     """Return the shape of the model that ``config`` builds for ``vocab_size`` tokens."""
-    m, lm = config.model, config.language_model
+    m = config.model
+    lm = config.language_model
     kind = model_kind_of(config)
     heads = ("latent" if m.multi_latent_attention else "head") if m.qk_layernorm else None
     found = {**vars(lm), **vars(m)}

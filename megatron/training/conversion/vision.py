@@ -62,7 +62,9 @@ class EncoderFamily:
 
     def rule(self, ours: str) -> Rule:
         """Return the rule of our tensor.  Raises CheckpointError if there is none."""
-        prefix, name, table = "", ours, self.outside
+        prefix = ""
+        name = ours
+        table = self.outside
         if ours.startswith("decoder.layers."):
             _, _, number, name = ours.split(".", 3)
             prefix, table = self.layer_prefix.format(number), self.layer

@@ -27,7 +27,8 @@ def known_padded_vocab_size(config: RunConfig) -> int | None:
 
     None if they depend on the tokenizer, which is not loaded.
     """
-    t, tp = config.tokenizer, config.model.tensor_model_parallel_size
+    t = config.tokenizer
+    tp = config.model.tensor_model_parallel_size
     if t.padded_vocab_size is not None:
         return t.padded_vocab_size
     if t.vocab_size is None:

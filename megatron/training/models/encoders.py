@@ -241,7 +241,8 @@ def audio_encoder(config: RunConfig) -> MediaEncoder:
             "num_query_groups": None,
         }
         layers = replace(layers, **sizes)
-    hidden, length = layers.hidden_size, config.mimo.audio_seq_length
+    hidden = layers.hidden_size
+    length = config.mimo.audio_seq_length
     return MediaEncoder(
         layers=layers,
         projector=projector_config(config),

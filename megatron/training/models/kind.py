@@ -93,7 +93,8 @@ def encoder_decoder_layers(config: RunConfig) -> list[Layer]:
 
 def stages_of_encoder_decoder(config: RunConfig) -> tuple[range, ...]:
     """Return the range into `encoder_decoder_layers` of each pipeline stage."""
-    model, num_ranks = config.model, config.model.pipeline_model_parallel_size
+    model = config.model
+    num_ranks = config.model.pipeline_model_parallel_size
     depths = model.num_layers, config.language_model.decoder_num_layers or 0
     if num_ranks == 1:
         return (range(sum(depths)),)

@@ -150,7 +150,8 @@ def _layout(config: RunConfig) -> Iterator[str]:
 
 
 def _batches(config: RunConfig) -> str:
-    micro, dp = config.training.micro_batch_size, config.data_parallel_size
+    micro = config.training.micro_batch_size
+    dp = config.data_parallel_size
     micro_batches = config.training.global_batch_size // (micro * dp)
     samples = micro_batches * micro * dp
     return (

@@ -148,7 +148,8 @@ def _suggested_fixes(run: RunContext, held: list[Owner]) -> Iterator[str]:
         for kind in (ACTIVATIONS, OPTIMIZER)
     )
     logits = logits_bytes(run.config, run.padded_vocab_size) if run.has_loss else 0
-    replicas, tp = run.config.data_parallel_size, m.tensor_model_parallel_size
+    replicas = run.config.data_parallel_size
+    tp = m.tensor_model_parallel_size
     recompute = "--recompute-granularity"
     yield "what would help, the cheapest first (about so many GiB of what is listed above):"
     for is_possible, flags, saving in (

@@ -174,7 +174,8 @@ def _bubble(
     """
     left = [deque(item for item in each if isinstance(item, Work)) for each in plan]
     has_weight_passes = any(work.kind == "weight" for work in left[0])
-    now, busy = [0.0] * len(plan), [0.0] * len(plan)
+    now = [0.0] * len(plan)
+    busy = [0.0] * len(plan)
     ends: dict[Pass | None, float] = {None: 0.0}
     while any(left):
         for rank, passes in enumerate(left):

@@ -19,7 +19,8 @@ _CHUNK = 1024  # tokens whose logits exist at a time
 
 def changes(config: RunConfig) -> Iterator[dict[str, object]]:
     """Yield possible changes of arguments, dest -> value, the cheapest first."""
-    m, training = config.model, config.training
+    m = config.model
+    training = config.training
     tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     if tp > 1 and not m.sequence_parallel:
         yield {"sequence_parallel": True}

@@ -176,7 +176,8 @@ def blocks(
         if path.endswith((*SUFFIXES, PARQUET)):  # read from the beginning
             yield from _blocks_of_stream(path, separator, num_bytes)
             continue
-        start, end = 0, os.path.getsize(path)
+        start = 0
+        end = os.path.getsize(path)
         with open(path, "rb", buffering=0) as file:
             while start < end:
                 cut = _cut(file, separator, start + num_bytes, end)

@@ -195,7 +195,8 @@ class _Run:
 
     def partitioned(self) -> list[str]:
         """Encode one partition after the other, then concatenate their files."""
-        options, count = self.options, self.options.partitions
+        options = self.options
+        count = self.options.partitions
         manifest = Manifest(options.output_prefix + ".partitions.json", self._manifest_key())
         if manifest.finished:
             _say(f"partitions {sorted(manifest.finished)} are finished already")
@@ -341,7 +342,8 @@ class Manifest:
             with open(path, encoding="utf-8") as file:
                 stored = json.load(file)
             if stored["key"] == self._key:
-                self.dealt, self.finished = bool(stored["dealt"]), set(stored["finished"])
+                self.dealt = bool(stored["dealt"])
+                self.finished = set(stored["finished"])
         except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
             return  # damaged, or of another run: start again
 

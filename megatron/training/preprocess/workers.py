@@ -43,7 +43,8 @@ class Progress:
         self._stored += stored_bytes
         waited = self.num_documents - self._printed_documents >= self._log_interval
         if waited and time.monotonic() - self._printed_at_s >= _SHORTEST_S:
-            self._printed_documents, self._printed_at_s = self.num_documents, time.monotonic()
+            self._printed_documents = self.num_documents
+            self._printed_at_s = time.monotonic()
             self.print()
 
     def print(self) -> None:

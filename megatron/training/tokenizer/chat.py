@@ -146,7 +146,9 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Any] | None, i: int, text: str
     ) -> Span:
         """Return the characters of ``text`` that the assistant writes as message ``i``."""
-        before, answer, after = messages[:i], messages[i], messages[i + 1 :]
+        before = messages[:i]
+        answer = messages[i]
+        after = messages[i + 1 :]
         prompt, _ = self._render(before, tools, add_generation_prompt=True)
         start = len(prompt)
         if not text.startswith(prompt):

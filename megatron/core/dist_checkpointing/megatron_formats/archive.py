@@ -86,7 +86,8 @@ class ArrayView(ABC):
 
     def read(self) -> Tensor:
         """Return a copy of the values in host memory.  Raises CheckpointDamaged."""
-        shape, stride = self.view.shape, self.view.stride()
+        shape = self.view.shape
+        stride = self.view.stride()
         if 0 in shape:
             return torch.empty(shape, dtype=self.dtype)
         count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))

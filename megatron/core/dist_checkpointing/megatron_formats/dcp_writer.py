@@ -280,7 +280,8 @@ def write_stacked_tensors(rank_save: RankSave) -> RankReport:
                     o % n * prod(shard[d + 1 :])
                     for d, (o, n) in enumerate(zip(offset, shard, strict=True))
                 )
-                offset, shape = (start,), (prod(shape),)
+                offset = (start,)
+                shape = (prod(shape),)
             box = (*front, *offset), (1,) * len(front) + shape
             entry["pieces"].append(file.add_box(*box, tensor.dtype, make))
     state = rank_save.contents.rank_state or {}
@@ -477,7 +478,8 @@ def write_common_state(
             tensors[name] = stored[leaf.key]
         elif isinstance(leaf, Tensor):
             piece = extra.add_box([0] * leaf.dim(), leaf.shape, leaf.dtype, leaf.clone)
-            shape, dtype = list(leaf.shape), dtype_name(leaf.dtype)
+            shape = list(leaf.shape)
+            dtype = dtype_name(leaf.dtype)
             tensors[name] = {"shape": shape, "dtype": dtype, "pieces": [piece]}
         else:
             objects[name] = extra.add(leaf)

@@ -209,7 +209,8 @@ def starts_in_buffer(
         starts.insert(0, closed + begin)
         end = begin + numel
         if is_alone or (bucket_size is not None and end >= bucket_size):
-            closed, end = closed + end, 0
+            closed = closed + end
+            end = 0
     return starts, closed + end
 
 

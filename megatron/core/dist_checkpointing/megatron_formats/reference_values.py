@@ -81,7 +81,8 @@ def param_groups(
 
     ``is_expert`` selects the groups of the experts' optimizer, or of the other; None is all.
     """
-    args, optimizer = common["args"], common["optimizer"]
+    args = common["args"]
+    optimizer = common["optimizer"]
     step = {"step": optimizer["step"]} if with_step else {}
     groups = []
     for ours in optimizer["param_groups"]:
@@ -157,7 +158,8 @@ def reference_mode() -> StateDict:
 
 def reference_rerun(saved: JsonObject) -> StateDict:
     """Convert the state of a rank to the dictionary ``sharded`` of Megatron-LM."""
-    suspect, injector = saved["suspect"], saved["error_injector_checkpoint"]
+    suspect = saved["suspect"]
+    injector = saved["error_injector_checkpoint"]
     kinds = {
         name: injector[name] and _object("RerunDiagnostic", injector[name])
         for name in ("error_injection_type", "injected_error_type")

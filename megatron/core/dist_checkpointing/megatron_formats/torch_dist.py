@@ -259,7 +259,8 @@ class JoinedArray(ArrayView):
     def _elements(self, offset: int, count: int) -> Tensor:
         flat, missing = torch.empty(count, dtype=self.dtype), count
         for begin, end, array in self.parts:
-            low, high = max(begin, offset), min(end, offset + count)
+            low = max(begin, offset)
+            high = min(end, offset + count)
             if low < high:
                 values = array().flat(low - begin, (high - low,)).read()
                 flat[low - offset : high - offset] = values

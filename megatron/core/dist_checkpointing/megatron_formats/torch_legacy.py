@@ -141,7 +141,8 @@ class TorchLegacyReader(ForeignReader):
         trained = [[p for p in chunk if not is_buffer(p[0])] for chunk in params]
         for kind, name, array in self._optimizer_state(rank, trained):
             found.append((f"{STATE_PREFIX}{kind}.", name, array))
-        dense, of_experts = (tp, pp), (tp % expert_tensor_degree(self.args), pp, ep)
+        dense = (tp, pp)
+        of_experts = (tp % expert_tensor_degree(self.args), pp, ep)
         is_new = {shard: shard not in met for shard in (dense, of_experts)}
         met.update(is_new)
         for prefix, whole_name, whole in found:
@@ -402,7 +403,8 @@ class _Tree:
 
         The global name is empty for an ``_extra_state`` entry, which has no tensor.
         """
-        stage, last = chunk * self.pp + pp, self.num_chunks * self.pp - 1
+        stage = chunk * self.pp + pp
+        last = self.num_chunks * self.pp - 1
         return ordered_names(
             self.reader.tensors,
             self.args,

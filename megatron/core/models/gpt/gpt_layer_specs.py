@@ -80,7 +80,8 @@ def transformer_engine_parts(config: TransformerConfig | None) -> LayerParts:
     # A plan is made for another machine.
     if device.is_cuda() and not device.launches_kernels(device.current()):
         return LOCAL
-    reason, parts = unsupported_reason(), LOCAL
+    reason = unsupported_reason()
+    parts = LOCAL
     if reason is None and config is not None:
         reason = unsupported_matrices_reason(config)
         parts = replace(LOCAL, norm=TENorm, core_attention=TEDotProductAttention)

@@ -210,7 +210,8 @@ class GPTModel(LanguageModule):
         assert tokens is not None, "multi-token prediction embeds tokens on the last stage"
         if mask is None:
             mask = torch.ones(labels.shape, device=labels.device)
-        cp, packed = self.pg_collection.cp, shared["packed_seq_params"]
+        cp = self.pg_collection.cp
+        packed = shared["packed_seq_params"]
         lengths = row_lengths(packed and packed.lengths, num_tokens * cp.size())
         depths = tokens_ahead((tokens, labels, mask), self.mtp.num_depths, lengths, cp)
         state = hidden

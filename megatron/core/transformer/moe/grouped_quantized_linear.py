@@ -163,10 +163,12 @@ class GroupQuantizer(GroupedGemms):
         Kept until a weight changes, under a wrapper that keeps complete weights; transposed ones
         only with --keep-fp8-transpose-cache.
         """
-        recipe, first = self.recipe, self._quantizers[0]
+        recipe = self.recipe
+        first = self._quantizers[0]
         state = [(weight.data_ptr(), weight._version) for weight in weights]
         if self._kept_of != state:
-            self._kept, self._kept_of = {}, state
+            self._kept = {}
+            self._kept_of = state
         found = self._kept.get(transposed)
         if found is not None:
             return found
@@ -181,7 +183,8 @@ class GroupQuantizer(GroupedGemms):
         return found
 
     def _quantized(self, whole: Tensor, *, turned: bool) -> _Codes:
-        recipe, fused = self.recipe, _found("quantize", whole)
+        recipe = self.recipe
+        fused = _found("quantize", whole)
         to = recipe.forward.dtype
         if recipe.block is not None:
             shape = {"is_square": recipe.has_square_blocks, "turned": turned}

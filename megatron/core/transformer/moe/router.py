@@ -90,7 +90,8 @@ class TopKRouter(MegatronModule):
         ``padding_mask`` [b, s] is True for padding, which visits no expert and is not counted by
         capacity, Sinkhorn and auxiliary losses.  Collective as described at the top of this file.
         """
-        jittered, eps = hidden, self.config.moe_input_jitter_eps
+        jittered = hidden
+        eps = self.config.moe_input_jitter_eps
         if eps and self.training:
             with fork_for_tokens(True, is_sequence_sharded=self.is_sequence_sharded):
                 jittered = hidden * torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
@@ -276,7 +277,8 @@ class TopKRouter(MegatronModule):
         terms = balance_terms(self.config)
         if not terms:
             return routing
-        k, weights = self.rule.k, routing.weights
+        k = self.rule.k
+        weights = routing.weights
         scores = arithmetic.balance_scores(logits, self.rule)
         plain = arithmetic.best(scores.detach(), k)
         if padding is not None:

@@ -138,7 +138,9 @@ class DispatchedTokens:
 
     def padded(self, capacity: int) -> DispatchedTokens:
         """Pad the rows of each expert with zeros to ``capacity``, and remove the tail."""
-        num_rows, num_experts, where = len(self.rows), len(self.counts), self.rows.device
+        num_rows = len(self.rows)
+        num_experts = len(self.counts)
+        where = self.rows.device
         size = num_experts * capacity
         groups = RowGroups.on(where, self.counts)
         row = torch.arange(num_rows, dtype=torch.int32, device=where)

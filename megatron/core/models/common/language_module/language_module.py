@@ -199,7 +199,9 @@ class LanguageModule(MegatronModule):
         """
         if self.rotary_pos_emb is None:
             return None
-        rotary, dtype, cp = self.rotary_pos_emb, self.config.params_dtype, self.pg_collection.cp
+        rotary = self.rotary_pos_emb
+        dtype = self.config.params_dtype
+        cp = self.pg_collection.cp
         if isinstance(rotary, MultimodalRotaryEmbedding) and (
             position_ids is not None and position_ids.dim() == 3
         ):
@@ -283,8 +285,11 @@ class LanguageModule(MegatronModule):
         followed by `compute_language_model_loss`, which are used if the output layer is of another
         class or has another matmul.
         """
-        hidden, config = self.scaled(hidden), self.config
-        layer, weight, cap = self.output_layer, self.output_weight(), config.final_logit_softcapping
+        hidden = self.scaled(hidden)
+        config = self.config
+        layer = self.output_layer
+        weight = self.output_weight()
+        cap = config.final_logit_softcapping
         is_usual = (
             type(layer) is ColumnParallelLinear
             and layer.multiply is F.linear
@@ -296,7 +301,8 @@ class LanguageModule(MegatronModule):
         before_reading(layer)
         weight = layer.weight if weight is None else weight
         assert weight is not None, "a layer without a weight needs that of the embedding"
-        padded, group = weight.shape[0], self.tp_group
+        padded = weight.shape[0]
+        group = self.tp_group
         check_token_ids(labels, self.num_tokens or padded * group.size(), may_ignore=True)
         loss = linear_cross_entropy(
             hidden.flatten(0, 1),
@@ -344,7 +350,8 @@ class LanguageModule(MegatronModule):
         ``gather`` None: as ``parallel_output`` requests.
         """
         if cache is not None:
-            hidden, gather = cache.output_rows(hidden), True
+            hidden = cache.output_rows(hidden)
+            gather = True
         return self.logits(hidden, gather=not self.parallel_output if gather is None else gather)
 
     def scaled(self, hidden: Tensor) -> Tensor:
