@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
@@ -58,6 +59,11 @@ Body: TypeAlias = Mapping[str, Any]
 T = TypeVar("T")
 
 _SHOWN = 80  # characters of a value in an error message
+# A repr of the first items alone: that of a long list would hold up the event loop.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxstring = _SHOWN
+_SHORT.maxlong = _SHOWN
 _MAX_DEPTH = 100  # objects and lists around a value; below every limit of recursion
 _MAX_CONTAINERS = 1 << 16  # objects and lists of one text: each costs time in Python
 _MAX_NAMES = 1 << 17  # of fields in them
@@ -86,7 +92,8 @@ class Fields:
     def fail(self, name: str, reason: str) -> ApiError:
         """Return the error for a field whose value does not fit."""
         path = self.path(name)
-        return ApiError(f"{path}: {self._body.get(name)!r:.80} is invalid: {reason}", path)
+        shown = _SHORT.repr(self._body.get(name))[:_SHOWN]
+        return ApiError(f"{path}: {shown} is invalid: {reason}", path)
 
     def _checked(self, name: str, default: T, fits: Callable[[Any], bool], wanted: str) -> T:
         value: T | None = self.get(name)

@@ -320,9 +320,9 @@ class Service:
     def check_model(self, fields: Fields) -> None:
         """Raise ApiError (404) if the request names another model than the served one."""
         name = fields.text("model", None)
-        if name not in (None, self.model.info.model):
+        if name is not None and name != self.model.info.model:
             raise ApiError(
-                f"model: {name!r:.80} is not served here; the model is {self.model.info.model!r}",
+                f"model: {name[:80]!r} is not served here; the model is {self.model.info.model!r}",
                 "model",
                 status=404,
                 code="model_not_found",

@@ -410,6 +410,19 @@ def test_a_choice_of_tools_that_is_none_is_refused(choice):
         read_tools(Fields({"tools": [tool], "tool_choice": choice}), Model(INFO, None))
 
 
+def test_an_error_shows_the_beginning_of_a_long_value():
+    class Item:
+        num_shown = 0
+
+        def __repr__(self):
+            Item.num_shown += 1
+            return "item"
+
+    message = str(Fields({"stop": [Item()] * 1000}).fail("stop", "give a string"))
+    assert message == "stop: [item, item, item, item, item, item, ...] is invalid: give a string"
+    assert Item.num_shown < 10, "the repr of all items would hold up the event loop"
+
+
 def test_an_engine_that_does_not_answer_is_named(caplog):
     class Stopped:
         calls = ("a request",)
