@@ -102,7 +102,7 @@ class AttemptAgent(LocalElasticAgent):
             while not self._is_over(attempt):
                 time.sleep(group.spec.monitor_interval)
             has_hang = self._detector is not None and self._detector.found
-            if self.processes.has_failure or has_hang or self._rendezvous_of_run.lost_nodes():
+            if self.processes.has_failure or has_hang:
                 attempt.announce("ended")
         except (dist.DistError, RendezvousError) as error:
             self.lost_store = str(error).splitlines()[0]
@@ -150,7 +150,10 @@ class AttemptAgent(LocalElasticAgent):
         if time.monotonic() - self._requested_at_s < _REQUEST_S:
             return False
         self._requested_at_s = time.monotonic()
-        if attempt.has("ended") or self._rendezvous_of_run.lost_nodes():
+        if self._rendezvous_of_run.lost_nodes():
+            attempt.announce("ended")  # at once: a lost node may be back at the next request
+            return True
+        if attempt.has("ended"):
             return True
         if not attempt.has("join") and self._rendezvous_of_run.num_nodes_waiting() > 0:
             attempt.announce("join")

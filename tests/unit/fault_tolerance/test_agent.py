@@ -6,10 +6,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron.training.fault_tolerance.agent import HangDetector, Process, RankProcesses
+from megatron.training.fault_tolerance.agent import (
+    AttemptAgent,
+    HangDetector,
+    Process,
+    RankProcesses,
+)
 from megatron.training.fault_tolerance.heartbeat import VARIABLE, HeartbeatFile, Limits
 
 
@@ -63,3 +69,28 @@ def test_a_silent_rank_is_found_and_ended(tmp_path: Path, monkeypatch: pytest.Mo
     assert order[0] == 1.0, "its process runs"
     processes.end(0.0, lambda: False)
     assert processes.ends[0].code == -9
+
+
+def test_a_node_that_comes_back_at_once_is_told_that_the_attempt_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = [[1]]  # at the first request alone
+    announced: list[str] = []
+    rank = start("import time; time.sleep(600)")
+    agent = AttemptAgent.__new__(AttemptAgent)
+    agent._worker_group = SimpleNamespace(spec=SimpleNamespace(monitor_interval=0.0), workers=[])
+    agent._rendezvous_of_run = SimpleNamespace(
+        attempt=SimpleNamespace(has=lambda event: False, announce=announced.append),
+        lost_nodes=lambda: lost.pop() if lost else [],
+        num_nodes_waiting=lambda: 0,
+    )
+    agent._stop = SimpleNamespace(first=None, is_second=False)
+    agent._limits = SimpleNamespace(peer_timeout=0.0, shutdown_timeout=0.0)
+    agent._detector = None
+    agent._asked_to_stop_at_s = None
+    agent._requested_at_s = 0.0
+    agent.processes = RankProcesses({0: rank})
+    monkeypatch.setattr(agent, "_initialize_workers", lambda group: None)
+    monkeypatch.setattr(agent, "_shutdown", lambda: None)
+    agent._invoke_run()
+    assert announced == ["ended"]
