@@ -17,6 +17,7 @@ order of `assign_replicas`, one broadcast for each piece.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -292,10 +293,19 @@ def fill(wanted: ShardedTensors, reader: CheckpointReader, *, cast: bool = False
         if tensor.key in reader.tensors:
             reader.load(tensor, cast=cast)
 
-    with ThreadPoolExecutor(_MAX_THREADS) as pool:
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    threads = max(1, min(_MAX_THREADS, _num_cpus() // max(1, ranks)))
+    with ThreadPoolExecutor(threads) as pool:
         for part in weights_then_state(wanted):
             largest_first = sorted(part, key=lambda tensor: -tensor.num_bytes)
             deque(pool.map(fill_one, largest_first), maxlen=0)
+
+
+def _num_cpus() -> int:
+    """Return the number of CPUs of this process; a launcher may bind each rank to some."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _plan(

@@ -9,14 +9,16 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing import commit, serialization
 from megatron.core.dist_checkpointing.folders import (
     TRACKER,
     Retention,
@@ -320,6 +322,22 @@ def test_main_parameters_anywhere_in_their_weights_are_loaded_behind_them():
     wanted = [from_param(key, info, torch.empty(9)) for key in reversed(Reader.tensors)]
     fill(wanted, Reader())
     assert [key.startswith("optimizer.") for key in order] == [False] * 40 + [True] * 40
+
+
+@pytest.mark.parametrize(("num_ranks", "num_threads"), [("1", 4), ("4", 2), ("16", 1)])
+def test_the_ranks_of_a_node_share_its_cpus(monkeypatch, num_ranks, num_threads):
+    pools: list[int] = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, size):
+            pools.append(size)
+            super().__init__(size)
+
+    monkeypatch.setattr(serialization, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
+    fill([], SimpleNamespace(tensors={}))
+    assert pools == [num_threads]
 
 
 def test_missing_and_unexpected_tensors_are_named_and_stop_the_load(tmp_path):
