@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_a_node_that_comes_back_at_once_is_told_that_the_attempt_ended(
     lost = [[1]]  # at the first request alone
     announced: list[str] = []
     rank = start("import time; time.sleep(600)")
-    agent = AttemptAgent.__new__(AttemptAgent)
+    agent: Any = AttemptAgent.__new__(AttemptAgent)
     agent._worker_group = SimpleNamespace(spec=SimpleNamespace(monitor_interval=0.0), workers=[])
     agent._rendezvous_of_run = SimpleNamespace(
         attempt=SimpleNamespace(has=lambda event: False, announce=announced.append),
