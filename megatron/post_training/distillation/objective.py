@@ -321,7 +321,7 @@ def _pair(pair: Any, what: str) -> LayerPair:
     """Return the pair [student, teacher] or [student, teacher, loss]."""
     if isinstance(pair, list) and len(pair) in (2, 3):
         layers = [_LAYER.fullmatch(str(part)) for part in pair[:2]]
-        loss = pair[2] if len(pair) == 3 else "cosine"
+        loss = str(pair[2]) if len(pair) == 3 else "cosine"
         if all(layers) and loss in HIDDEN_LOSSES:
             student, teacher = (int(found[1]) if found and found[1] else None for found in layers)
             return LayerPair(student, teacher, loss)

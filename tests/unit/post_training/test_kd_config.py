@@ -47,6 +47,10 @@ def test_a_file_of_megatron_lm_is_read(tmp_path: Path) -> None:
         ("intermediate_layer_pairs: 3", "give a list of pairs"),
         ("intermediate_layer_pairs: [[a]]", "write [student layer, teacher layer]"),
         (
+            "intermediate_layer_pairs: [[decoder.layers.0, decoder.layers.0, [mse]]]",
+            "write [student layer, teacher layer]",
+        ),
+        (
             "intermediate_layer_pairs: [[decoder.layers.0.mlp, decoder.layers.0]]",
             "a layer is decoder.layers.N, its output, or decoder.final_layernorm",
         ),
