@@ -212,7 +212,8 @@ class CompletionRequest(_OpenAIRequest):
         }
         if self.num_prompt_log_probs is not None and is_first:
             choice["prompt_logprobs"] = self._prompt_table(sample, self.num_prompt_log_probs)
-        return [choice] if delta.finish_reason or choice["text"] or log_probs else []
+        has_news = choice["text"] or log_probs or "prompt_logprobs" in choice
+        return [choice] if delta.finish_reason or has_news else []
 
     def _prompt_entries(self, sample: Sample) -> list[Entry]:
         """Return the prompt's tokens; its first one has no log-probability."""

@@ -40,9 +40,9 @@ from megatron.inference.server.generation import Generation, GenerationRequest
 from megatron.inference.server.megatron_api import answer_api
 from megatron.inference.server.metrics import Metrics
 from megatron.inference.server.model import Model
-from megatron.inference.server.openai_api import log_prob_table
+from megatron.inference.server.openai_api import CompletionRequest, log_prob_table
 from megatron.inference.server.openai_fields import ToolCallParser, read_tools
-from megatron.inference.text import TextRules
+from megatron.inference.text import TextDelta, TextRules
 from megatron.training.tokenizer import TokenizerSpec
 from tests.support.fake_engine import FakeEngine
 
@@ -401,6 +401,21 @@ def test_a_likelier_token_of_the_same_text_stays_in_the_table():
     table = log_prob_table(Model(INFO, tokenizer), [(3, score, 0)], 1)
     assert table["token_logprobs"] == [-2.0]
     assert table["top_logprobs"] == [{"\ufffd": -1.0}]
+
+
+def test_a_stream_sends_prompt_log_probs_before_the_first_text():
+    asked = CompletionRequest.__new__(CompletionRequest)
+    asked.model = SimpleNamespace(token_text=str)
+    asked.begun = set()
+    asked.has_echo = False
+    asked.num_log_probs = None
+    asked.num_prompt_log_probs = 0
+    score = TokenOutput(3, -2.0, ())
+    sample = SimpleNamespace(index=0, prompt_scores=[score], weight_version=0)
+    # The first token is a part of a character, so its text is empty.
+    (first,) = asked.chunks(sample, TextDelta("", (), None, None))
+    assert first["prompt_logprobs"][1]["3"]["logprob"] == -2.0
+    assert asked.chunks(sample, TextDelta("", (), None, None)) == []
 
 
 @pytest.mark.parametrize("choice", ["function", "", "other", {}, {"function": {"name": "b"}}, [1]])
