@@ -14,8 +14,8 @@ from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
+from megatron.inference.engine_flags import GenerationLayout
 from megatron.inference.generation import TrainingEngine, open_engine
-from megatron.post_training.rl.trainer import rollout_layout
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
 from megatron.training.tokenizer.base import MegatronTokenizer
@@ -123,6 +123,13 @@ def prompt_of(
 
 
 def _engine_of(run: TrainingRun, num_prompts: int) -> TrainingEngine:
+    m = run.config.model
+    layout = GenerationLayout(
+        tensor=m.tensor_model_parallel_size,
+        pipeline=m.pipeline_model_parallel_size,
+        expert=m.expert_model_parallel_size,
+        expert_tensor=m.expert_tensor_parallel_size,
+    )
     options = EngineOptions(
         buffer_bytes=_BUFFER_BYTES,
         max_requests=min(num_prompts, 16),
@@ -131,4 +138,4 @@ def _engine_of(run: TrainingRun, num_prompts: int) -> TrainingEngine:
         num_cuda_graphs=0,
     )
     shares = not is_fully_sharded(run.config.ddp)
-    return open_engine(run, layout=rollout_layout(run.config), options=options, share_memory=shares)
+    return open_engine(run, layout=layout, options=options, share_memory=shares)

@@ -11,7 +11,7 @@
   not use this path: autograd would add the arbitrary tensor to the real gradient of the other use.
 
 ``param.overwrite_main_grad`` exists on parameters whose layer may use the fused path
-(`GradSlot.open_to_layers`); our own layers use it if and only if the attribute exists.  True means
+(`takes_products`); our own layers use it if and only if the attribute exists.  True means
 that the buffer still holds values of the last step: the layer writes its first weight gradient of
 the step instead of adding it, then sets False.  For a layer that sets only
 ``grad_added_to_main_grad``, `GradSlot.reset` zeroes the buffer.

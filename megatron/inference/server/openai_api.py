@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -53,7 +54,7 @@ WITHOUT_EFFECT = (
 Entry: TypeAlias = tuple[int, TokenOutput | None, int]
 
 
-class _OpenAIRequest:
+class _OpenAIRequest(ABC):
     """A request whose fields have been checked, and the state of its stream."""
 
     id_prefix: str
@@ -78,9 +79,9 @@ class _OpenAIRequest:
             self.has_usage = options.boolean("include_usage")
             options.refuse_others()
 
+    @abstractmethod
     async def read(self) -> None:
         """Read the other fields, and set ``generation``.  Raises ApiError."""
-        raise NotImplementedError
 
     def choice(self, sample: Sample) -> dict[str, Any]:
         """Return the choice of a complete sample."""
@@ -88,9 +89,9 @@ class _OpenAIRequest:
         delta = TextDelta(sample.text, tokens, sample.finish_reason, sample.stopped_by)
         return self.chunks(sample, delta)[0]
 
+    @abstractmethod
     def chunks(self, sample: Sample, delta: TextDelta) -> list[dict[str, Any]]:
         """Return the choices to send when a stream has ``delta``."""
-        raise NotImplementedError
 
     def best(self, samples: list[Sample]) -> list[Sample]:
         """Return the samples of each prompt with the highest mean log-probability (``best_of``)."""
