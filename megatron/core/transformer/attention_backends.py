@@ -7,19 +7,31 @@ in torch operations, which supports every request.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core import device
 from megatron.core.enums import AttnBackend
+from megatron.core.transformer import attention_blocks
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "fused": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+# Of each of torch's implementations: whether it is enabled, and the function that sets it.
+_SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
+    "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    "fused": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    "efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    "plain": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
 }
 FLASH = "flash"
 FUSED = "fused"
@@ -89,6 +101,8 @@ def refusal(name: str, request: AttentionRequest) -> str | None:
             return _refusal_of_narrow_values(request)
         if request.head_dim > (256 if name == FLASH else 128):
             return f"it does not support head dimension {request.head_dim}"
+        if request.by_blocks and name == FUSED:
+            return attention_blocks.cudnn_failure(request.head_dim, request.head_dim, request.dtype)
     if name == FLASH and (request.has_mask or request.has_bias):
         return "it supports only causal masks, windows and packed sequences, without bias"
     if name == FLASH and request.has_band:
@@ -105,11 +119,11 @@ def _refusal_of_narrow_values(request: AttentionRequest) -> str | None:
         return "with values narrower than keys it is used only for causal attention in training"
     if request.is_deterministic:
         return "its backward pass is not deterministic"
-    if (request.head_dim, request.value_dim) != NARROW_WIDTHS or (
-        (0, 0) < request.capability < _HOPPER
-    ):
-        return f"it takes values narrower than keys on Hopper only, in the widths {NARROW_WIDTHS}"
-    return None
+    widths = request.head_dim, request.value_dim
+    is_simulated = request.capability == (0, 0)
+    if widths != NARROW_WIDTHS or (request.capability < _HOPPER and not is_simulated):
+        return f"it takes narrower values from Hopper on, in the widths {NARROW_WIDTHS}"
+    return None if is_simulated else attention_blocks.cudnn_failure(*widths, request.dtype)
 
 
 def _refusal_by_blocks(name: str, request: AttentionRequest) -> str | None:
@@ -162,6 +176,45 @@ def choose(wanted: AttnBackend, request: AttentionRequest) -> tuple[str, ...]:
         return (FLASH,)  # the others compute all scores, and need the mask in memory
     kernels = tuple(name for name in able if name != PLAIN)
     return kernels or (PLAIN,)
+
+
+@lru_cache
+def choose_for(wanted: AttnBackend, where: torch.device, **properties: Any) -> tuple[str, ...]:
+    """Call `choose` with a request of these properties, which takes 3 us to make.
+
+    ``where``: the device of this process, whose capability is part of a request.
+    """
+    del where
+    return choose(wanted, AttentionRequest(**properties))
+
+
+def only_kernels(names: tuple[str, ...]) -> AbstractContextManager[None]:
+    """Let torch's attention on a GPU use only ``names``, kernels that `choose` returned.
+
+    As torch's `sdpa_kernel`, which takes 7 times as long on the host, in every layer.
+    """
+    if torch.compiler.is_compiling():  # torch.compile knows that one, and would break at switches
+        return sdpa_kernel([KERNELS[name] for name in names])
+    return _Switches(names)
+
+
+class _Switches(AbstractContextManager[None]):
+    """A context in which torch's attention uses only ``names``."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._wrong = [
+            (switch, name in names)
+            for name, (is_on, switch) in _SWITCHES.items()
+            if is_on() is not (name in names)
+        ]
+
+    def __enter__(self) -> None:
+        for switch, is_wanted in self._wrong:
+            switch(is_wanted)
+
+    def __exit__(self, *_: object) -> None:
+        for switch, is_wanted in self._wrong:
+            switch(not is_wanted)
 
 
 def fallback_warning(wanted: AttnBackend, request: AttentionRequest) -> str | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -260,3 +261,33 @@ _KERNELS = {
     "flash without dropout": BlockKernel(_flash_cpu, _flash_cpu_backward),
     "fused": BlockKernel(_cudnn, _cudnn_backward),
 }
+
+
+@lru_cache
+def cudnn_failure(head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
+    """Return why cuDNN does not compute causal attention on this GPU, None if it does.
+
+    torch documents neither which GPUs and releases of cuDNN take which widths, nor a check: a small
+    attention runs once, forward and backward, and is compared with the formula in float64.
+    """
+    widths = head_dim, head_dim, value_dim, value_dim
+    # Uncorrelated values without the random generator, whose state a run must not depend on.
+    waves = (
+        torch.arange(256 * n, dtype=torch.float64).square().mul(i + 0.7).sin()
+        for i, n in enumerate(widths)
+    )
+    q, k, v, grad = (x.view(1, 2, 128, -1).to(device.current(), dtype) for x in waves)
+    rule = ScoreRule(scale=head_dim**-0.5)
+    results = []
+    try:
+        for name, to in (("fused", dtype), ("plain", torch.float64)):
+            call = BlockCall(q=q.to(to), k=k.to(to), v=v.to(to), rule=rule, is_causal=True)
+            out, lse, kept = _KERNELS[name].forward(call)
+            grads = _KERNELS[name].backward(call, grad.to(to), out, lse, kept)
+            results.append([out, *grads])
+    except RuntimeError as error:
+        return f"cuDNN: {str(error).splitlines()[0]}"
+    for found, exact in zip(*results, strict=True):
+        if not (found.double() - exact).norm() <= 2e-2 * exact.norm():  # also if NaN
+            return "cuDNN computes other values than the formula"
+    return None

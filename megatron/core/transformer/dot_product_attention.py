@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
 
 from megatron.core import device
 from megatron.core.autograd import Context, Function
@@ -32,10 +31,9 @@ from megatron.core.transformer.attention_backends import (
     BLOCKS,
     FLASH,
     FUSED,
-    KERNELS,
     PLAIN,
-    AttentionRequest,
-    choose,
+    choose_for,
+    only_kernels,
 )
 from megatron.core.transformer.attention_blocks import (
     QKV,
@@ -305,16 +303,18 @@ class DotProductAttention(MegatronModule):
     def _choose(
         self, query: Tensor, context: AttentionContext, **properties: Any
     ) -> tuple[str, ...]:
-        request = AttentionRequest(
+        return choose_for(
+            self.config.attention_backend,
+            device.current(),
             dtype=query.dtype,
             head_dim=query.shape[-1],
             is_cuda=device.is_cuda(query.device),
             has_bias=context.bias is not None,
             has_dropout=self._dropout() > 0,
             has_softcap=self.softcap is not None,
+            is_deterministic=torch.are_deterministic_algorithms_enabled(),
             **properties,
         )
-        return choose(self.config.attention_backend, request)
 
     def _kernel(
         self,
@@ -331,7 +331,7 @@ class DotProductAttention(MegatronModule):
         is_cuda = device.is_cuda(query.device)
         if is_cuda and FLASH not in names:  # only flash supports fewer key heads
             query, key, value = _repeat_heads(query, key, value)
-        with sdpa_kernel([KERNELS[name] for name in names]) if is_cuda else nullcontext():
+        with only_kernels(names) if is_cuda else nullcontext():
             return self.sdpa(
                 query,
                 key,

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from megatron.core.enums import AttnBackend, AttnMaskType
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
-from megatron.core.transformer import context_parallel, dot_product_attention
+from megatron.core.transformer import attention_blocks, context_parallel, dot_product_attention
 from megatron.core.transformer.attention_backends import (
     AttentionRequest,
     attention_report,
     choose,
     fallback_warning,
+    only_kernels,
     refusal,
 )
 from megatron.core.transformer.attention_masks import (
@@ -286,7 +287,13 @@ def test_windows_and_packed_sequences_run_in_the_flash_kernel_of_a_gpu(by_blocks
     assert choose(AttnBackend.auto, on_cpu) == (("plain",) if by_blocks else ("flash",))
 
 
-def test_values_narrower_than_keys_run_in_cudnn_where_it_takes_them() -> None:
+def test_values_narrower_than_keys_run_in_cudnn_where_it_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for cached in (choose, refusal):
+        cached.cache_clear()
+    monkeypatch.setattr(attention_blocks, "cudnn_failure", lambda *_: None)
+
     def gpu(**changes: Any) -> AttentionRequest:
         values: dict[str, Any] = {"head_dim": 192, "value_dim": 128, "causal_tokens": 64}
         return AttentionRequest(is_cuda=True, dtype=torch.bfloat16, **values | changes)
@@ -302,8 +309,53 @@ def test_values_narrower_than_keys_run_in_cudnn_where_it_takes_them() -> None:
     for other in (gpu(capability=(8, 0)), gpu(value_dim=64)):
         assert choose(AttnBackend.auto, other) == padded
         assert refusal("fused", other) == (
-            "it takes values narrower than keys on Hopper only, in the widths (192, 128)"
+            "it takes narrower values from Hopper on, in the widths (192, 128)"
         )
+    for cached in (choose, refusal):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("by_blocks", [False, True])
+def test_a_gpu_whose_cudnn_fails_uses_another_kernel(by_blocks: bool) -> None:
+    more: dict[str, Any] = {"head_dim": 192, "value_dim": 128, "causal_tokens": 64}
+    if by_blocks:
+        more = {"head_dim": 64, "by_blocks": True}
+    request = AttentionRequest(is_cuda=True, dtype=torch.bfloat16, capability=(12, 0), **more)
+    # There is no cuDNN on a CPU: the trial fails as with a kernel that a GPU lacks.
+    assert str(refusal("fused", request)).startswith("cuDNN: ")
+    assert "fused" not in choose(AttnBackend.auto, request)
+
+
+def test_a_trial_of_cudnn_compares_with_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = attention_blocks.cudnn_failure.__wrapped__
+    plain = attention_blocks._KERNELS["plain"]
+    monkeypatch.setitem(attention_blocks._KERNELS, "fused", plain)
+    assert failure(192, 128, torch.bfloat16) is None
+    wrong = plain._replace(backward=lambda *call: [1.05 * g for g in plain.backward(*call)])
+    monkeypatch.setitem(attention_blocks._KERNELS, "fused", wrong)
+    assert failure(192, 128, torch.bfloat16) == "cuDNN computes other values than the formula"
+
+
+def test_torch_may_use_the_chosen_kernels_only_until_a_call_ends() -> None:
+    cuda = torch.backends.cuda
+
+    def enabled() -> tuple[bool, ...]:
+        return (
+            cuda.flash_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+        )
+
+    before = enabled()
+    with only_kernels(("flash", "efficient")):
+        assert enabled() == (True, False, True, False)
+        with only_kernels(("fused",)):
+            assert enabled() == (False, True, False, False)
+        assert enabled() == (True, False, True, False)
+    with pytest.raises(ValueError, match="kernel"), only_kernels(("fused",)):
+        raise ValueError("a kernel refuses")
+    assert enabled() == before
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -370,8 +422,8 @@ def test_evaluation_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(
         dot_product_attention,
-        "choose",
-        lambda _, request: [seen.append(request.causal_tokens), ("flash",)][1],
+        "choose_for",
+        lambda *_, causal_tokens, **more: [seen.append(causal_tokens), ("flash",)][1],
     )
     core = DotProductAttention(tiny_config(), layer_number=1)
     core(*inputs())
