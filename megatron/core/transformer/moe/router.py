@@ -228,6 +228,8 @@ class TopKRouter(MegatronModule):
         marks = logits.new_zeros(len(logits)) if padding is None else padding.to(logits.dtype)
 
         def assign(marked: Tensor) -> Tensor:
+            if padding is None:  # the host need not wait for the number of tokens
+                return arithmetic.best(arithmetic.sinkhorn(marked[:, :-1]), k)
             is_token = marked[:, -1] == 0
             experts = torch.zeros(len(marked), k, dtype=torch.int64, device=marked.device)
             experts[is_token] = arithmetic.best(arithmetic.sinkhorn(marked[is_token, :-1]), k)
