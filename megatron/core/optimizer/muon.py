@@ -154,6 +154,10 @@ class Muon(UpdateRule):
         self, divisor: float | Tensor = 1.0, only: Container[nn.Parameter] | None = None
     ) -> None:
         """Update all parameters as `UpdateRule.step` does.  Collective over the model's ranks."""
+        assert only is None or all(param in only for param in self._group_of), (
+            "Muon updates all matrices at once: it excludes optimizer_cpu_offload and "
+            "overlap_param_gather_with_optimizer_step"
+        )
         super().step(divisor, self._others)
         with products_in(self.config.muon_fp32_matmul_prec) as dtype:
             for is_expert, batch in self._batches:

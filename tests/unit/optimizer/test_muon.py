@@ -86,6 +86,14 @@ def test_matrices_are_moved_as_torchs_muon_moves_them(
         torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=0, atol=1e-7)
 
 
+def test_muon_updates_no_part_of_the_parameters(alone: ProcessGroupCollection):
+    model = Model()
+    config = OptimizerConfig(**NUMBERS)
+    optimizer = get_megatron_optimizer(config, [model], pg_collection=alone)
+    with pytest.raises(AssertionError, match="all matrices at once"):
+        optimizer.rule.step(1.0, {model.wide})
+
+
 def test_lion_moves_by_the_sign_of_a_mean(alone: ProcessGroupCollection):
     model, plain = Model(), Model()
     updated(model, alone, 3, optimizer="lion", lion_beta1=0.9)
