@@ -161,6 +161,11 @@ class AdamW(UpdateRule):
         }
         super().__init__([{**own, **group} for group in groups], config)
         self.skips_on_device = type(self) is AdamW  # a derived class may have another `update`
+        self._corrections: dict[object, Tensor] = {}  # of this step, which may update by buckets
+
+    def begin_step(self, accepted: Tensor | None = None) -> None:
+        super().begin_step(accepted)
+        self._corrections = {}
 
     def new_state(self, param: nn.Parameter) -> State:
         return {
@@ -212,10 +217,13 @@ class AdamW(UpdateRule):
 
     def _step_of(self, group: ParamGroup, divisor: Tensor | None, where: torch.device) -> Step:
         number, (beta1, beta2) = self._steps[where], group["betas"]
-        corrections = torch.stack([1 - beta ** number.double() for beta in (beta1, beta2)])
+        key = where, beta1, beta2
+        if key not in self._corrections:
+            both = torch.stack([1 - beta ** number.double() for beta in (beta1, beta2)])
+            self._corrections[key] = both.float()
         return Step(
             number=number,
-            corrections=corrections.float(),
+            corrections=self._corrections[key],
             divisor=torch.ones((), device=where) if divisor is None else divisor,
             accepted=self._accepted,
             lr=group["lr"],
