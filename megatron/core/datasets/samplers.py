@@ -7,9 +7,11 @@ therefore has the same samples for every layout, batch-size ramp-up and resumpti
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -213,7 +215,25 @@ class _Loader(torch.utils.data.DataLoader[Any]):
     """Loader that raises the errors for users of its worker processes without tracebacks."""
 
     def __iter__(self) -> Any:
-        return _without_tracebacks(super().__iter__())  # workers start here
+        batches = super().__iter__()  # workers start here
+        if self.num_workers:
+            _running.add(batches)
+            atexit.unregister(_end_workers)
+            atexit.register(_end_workers)  # before what was registered earlier, gc.collect too
+        return _without_tracebacks(batches)
+
+
+_running: weakref.WeakSet[Any] = weakref.WeakSet()  # iterators that have worker processes
+
+
+def _end_workers() -> None:
+    """End the worker processes of all loaders, at exit.
+
+    The garbage collector may finalize the queues to the workers before their iterator, which then
+    waits 5 seconds for each worker.
+    """
+    for batches in list(_running):
+        batches._shutdown_workers()
 
 
 def _without_tracebacks(batches: Iterator[Any]) -> Iterator[Any]:

@@ -200,6 +200,28 @@ def test_reading_processes_outlive_signals_but_not_a_rank_that_fails() -> None:
     assert ended.returncode == 1
 
 
+_READS_AND_ENDS = """
+import torch.utils.data._utils as utils
+from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
+from megatron.core.parallel.communicators import end_group_threads_at_exit
+
+utils.MP_STATUS_CHECK_INTERVAL = 1000  # seconds for which torch waits for a worker
+end_group_threads_at_exit()
+config = DataLoaderConfig(micro_batch_size=1, num_workers=2)
+def read():
+    run = {"data": iter(build_data_loader(list(range(1000)), 0, config))}
+    run["itself"] = run  # so that the garbage collector frees the iterator
+    next(run["data"])
+read()
+"""
+
+
+def test_reading_processes_end_at_once_with_their_rank() -> None:
+    """A worker that does not receive the request to end is waited for until the time-out."""
+    done = subprocess.run([sys.executable, "-c", _READS_AND_ENDS], check=False, timeout=60)
+    assert done.returncode == 0
+
+
 def test_balanced_ranks_read_the_micro_batches_of_each_global_batch() -> None:
     work = [i * 37 % 11 for i in range(64)]
 
