@@ -394,6 +394,21 @@ def test_shared_experts_are_computed_while_tokens_travel() -> None:
     assert run_ranks(order_of_events, 2) == [forward + backward] * 2
 
 
+def gradients_of_a_retained_graph(rank: int, size: int) -> list[list[float]]:
+    sending, receiving = ([1, 2], [1, 3]) if rank == 0 else ([3, 1], [2, 1])
+    rows = torch.arange(float(sum(sending)), requires_grad=True)
+    flight = token_dispatcher._Flight(sending, receiving, dist.group.WORLD)
+    (received,) = token_dispatcher._AllToAll.apply([flight], rows)
+    loss = (received * (1 + rank)).sum()
+    return [torch.autograd.grad(loss, rows, retain_graph=True)[0].tolist() for _ in range(3)]
+
+
+def test_a_retained_graph_sends_gradients_back_each_time() -> None:
+    first, second = run_ranks(gradients_of_a_retained_graph, 2)
+    assert first == [[1, 2, 2]] * 3
+    assert second == [[1, 1, 1, 2]] * 3
+
+
 def waits_for_the_device(rank: int, size: int, dispatcher: str) -> int:
     groups = create_process_groups(*make_grids(size, ep=2, expt_tp=2))
     layer = build(config_of(Situation(), moe_token_dispatcher_type=dispatcher), groups)

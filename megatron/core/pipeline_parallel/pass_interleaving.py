@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from megatron.core import device
 from megatron.core.autograd import ThreadLocal
@@ -97,11 +96,24 @@ def interleave(
     after both have ended.
     """
     turns = _Turns(before_yielding)
-    with ThreadPoolExecutor(1) as thread:
-        other = thread.submit(turns.run, 1, second)
+    failures: list[BaseException] = []
+
+    def run_second() -> None:
+        try:
+            turns.run(1, second)
+        except BaseException as error:
+            failures.append(error)
+
+    # The interpreter does not wait at exit for a daemon, which may hang in a collective.
+    thread = threading.Thread(target=run_second, daemon=True)
+    thread.start()
+    try:
         with contextlib.suppress(_Stopped):  # the second pass has failed
             turns.run(0, first)
-    other.result()
+    finally:
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 def yield_to_peer() -> None:

@@ -378,7 +378,9 @@ class _AllToAll(Function[tuple[Tensor, ...]]):
 
     @staticmethod
     def backward(ctx: Context[list[_Flight]], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_all_to_all(ctx.values, grads)
+        # Flights of their own: a graph that is retained runs backward again with the same sizes.
+        back = [_Flight(*flight.sizes, flight.group) for flight in ctx.values]
+        return None, *_all_to_all(back, grads)
 
 
 def _all_to_all(flights: list[_Flight], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -396,7 +398,8 @@ class _Flight:
     """
 
     def __init__(self, sending: list[int], receiving: list[int], group: ProcessGroup) -> None:
-        self.sizes, self.group = (sending, receiving), group
+        self.sizes = (sending, receiving)
+        self.group = group
 
     def start(self, rows: Tensor) -> Tensor:
         """Start the all-to-all; return its output, whose values are undefined before `wait`."""
