@@ -136,7 +136,8 @@ def published(root: Path) -> list[CheckpointFolder]:
     candidates = {
         path.name: (path, int(match[1]))
         for path in root.iterdir()
-        if (match := _PUBLISHED.fullmatch(path.name)) and os.path.isdir(path)
+        # Not isdir: it is false when stat fails, and a checkpoint would look missing.
+        if (match := _PUBLISHED.fullmatch(path.name)) and not os.path.isfile(path)
     }
     for left in leftovers(root):
         if left.kind == "old" and left.iteration:

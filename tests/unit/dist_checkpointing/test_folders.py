@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 
@@ -227,7 +229,30 @@ def test_a_folder_that_is_a_link_in_a_circle_blocks_nothing(tmp_path):
     (tmp_path / "iter_0000002").symlink_to(tmp_path / "iter_0000002")
     (tmp_path / "iter_0000003").symlink_to(tmp_path / "nowhere")
     publish_model(tmp_path, 6)
-    assert [found.iteration for found in published(tmp_path)] == [6, 5]
+    assert [found.iteration for found in published(tmp_path)] == [6, 5, 2]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_a_folder_that_the_file_system_cannot_read_is_not_missing(tmp_path, monkeypatch, code):
+    for iteration in (5, 10):
+        publish_model(tmp_path, iteration)
+    (tmp_path / "iter_0000007").write_text("a file, no folder")
+    folder = str(tmp_path / "iter_0000010")
+
+    def failing(function):
+        def call(path, *args, **kwargs):
+            if str(path).startswith(folder):
+                raise OSError(code, os.strerror(code), str(path))
+            return function(path, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(os, "stat", failing(os.stat))
+    monkeypatch.setattr(io, "open", failing(io.open))
+    choice = choose(tmp_path)
+    assert choice.found.iteration == 10
+    assert os.strerror(code) in str(choice.found.problem)
+    assert [found.iteration for found in choice.older] == [5]
 
 
 def test_a_damaged_step_of_an_abandoned_course_does_not_hide_a_tracker_that_lags(tmp_path):
