@@ -22,7 +22,6 @@ import json
 import os
 import zlib
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -182,15 +181,13 @@ class _JsonLines(Rows):
     @cached_property
     def _lines(self) -> np.ndarray:
         """Number of each row's line, from 0, and where it begins and ends in the file [rows, 3]."""
-        found = array("q")
-        start = 0
         with self._open() as file:
-            for number, line in enumerate(file):
-                end = start + len(line)
-                if not line.isspace():
-                    found.extend((number, start, end))
-                start = end
-        return np.array(found).reshape(-1, 3)
+            # Negative: a blank line.  One number per line, as a file may have very many.
+            sizes = (-len(line) if line.isspace() else len(line) for line in file)
+            signed = np.fromiter(sizes, np.int64)
+        ends = np.abs(signed).cumsum()
+        numbers = np.flatnonzero(signed > 0)
+        return np.stack([numbers, ends[numbers] - signed[numbers], ends[numbers]], axis=1)
 
     def __len__(self) -> int:
         return len(self._lines)
