@@ -172,7 +172,8 @@ def plain_numbers(
             out[plain] = LazyTensor(plain, torch.bfloat16, shape, make)
             del out[name], out[other]
         elif kind == "fp8" and name.endswith(_INVERSE):
-            _beside(name, name.removesuffix(_INVERSE), weights)
+            weight = _beside(name, name.removesuffix(_INVERSE), weights)
+            _check(weight, torch.float8_e4m3fn, weight.shape)
             del out[name]
         elif kind == "fp8" and tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
             scales = _beside(name, name + _INVERSE, weights)

@@ -110,6 +110,11 @@ def test_eight_bits_are_read_with_the_factor_of_their_square(tmp_path: Path) -> 
             r"a_scale_inv is torch.float32 \[2, 1\]: .*asks for torch.float32 \[3, 1\]",
         ),
         ("fp8", {"a": (3, 3)}, "have a and no a_scale_inv"),
+        (
+            "fp8",
+            {"b": (3, 3), "b_scale_inv": (1, 1)},
+            r"b is torch.uint8 \[3, 3\]: .*asks for torch.float8_e4m3fn",
+        ),
     ],
 )
 def test_scales_that_do_not_fit_are_named(
