@@ -207,8 +207,11 @@ def _read(path: Path, entry: TensorEntry) -> Tensor:
     """Map a tensor into memory: what is used of it is read from the disk when it is used."""
     begin = entry.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     size = entry.start + entry.num_bytes - begin
-    with open(path, "rb") as file:
-        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=begin)
+    try:
+        with open(path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=begin)
+    except (OSError, ValueError) as error:  # gone, or cut short since its header was read
+        raise CheckpointError(f"{path} cannot be read: {error}; get the folder again") from None
     values = torch.frombuffer(mapped, dtype=torch.uint8, offset=entry.start - begin)
     return values.view(entry.dtype).view(entry.shape)
 

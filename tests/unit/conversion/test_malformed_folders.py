@@ -315,6 +315,17 @@ def test_a_malformed_folder_is_refused(
     assert not list(run.iterdir())
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 100)])
+def test_a_file_that_changes_after_its_header_was_read_is_refused(
+    whole: Path, tmp_path: Path, damage: Damage
+) -> None:
+    shutil.copy(whole / WEIGHTS, tmp_path)
+    weights = hf_folder.read_safetensors(tmp_path / WEIGHTS)
+    damage(tmp_path / WEIGHTS)
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS} cannot be read: .*; get the folder"):
+        weights[Q].make()
+
+
 def test_files_that_are_links_are_read(whole: Path, tmp_path: Path) -> None:
     """The cache of the hub is made of them."""
     folder = tmp_path / "snapshot"
