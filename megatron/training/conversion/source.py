@@ -256,7 +256,6 @@ def embedding_of(tensors: Mapping[str, LazyTensor]) -> LazyTensor:
 
 def special_ids(config: RunConfig) -> dict[str, int | None]:
     """Return the tokenizer's bos, eos and pad ids under config.json's names; None if unknown."""
-    spec = TokenizerSpec.of(config.tokenizer)
     names = ("bos", "eos", "pad")
     spec = TokenizerSpec.of(config.tokenizer)
     tokenizer = None if spec.tokenizer_type in (None, "NullTokenizer") else _tokenizer(spec)
