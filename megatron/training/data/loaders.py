@@ -93,7 +93,7 @@ def train_valid_test_num_samples(run: RunContext) -> tuple[int | None, int | Non
 def build_data(run: RunContext, provider: Provider) -> TrainingData:
     """Build the data iterators of ``run``.  Collective over all ranks.
 
-    Index building may take long on the first rank.  The other ranks poll for the index files
+    Index building may take long on the first rank.  The other ranks wait for its file lock
     meanwhile, so that no collective is pending (it could run into its timeout).
     """
     sizes = train_valid_test_num_samples(run)
