@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 _SAMPLED = 100  # texts
 _SAMPLE_BYTES = 1 << 15  # read for them, and the longest beginning of a text
+_OTHER_FILES = 64  # that are open beside those of partitions
 _SURROGATE = re.compile("[\ud800-\udfff]")  # invalid Unicode, which workers report
 
 
@@ -84,6 +86,13 @@ class PreprocessOptions:
         for flag, value in (("--workers", self.workers), ("--partitions", self.partitions)):
             if value < 1:
                 raise ConfigError(f"{flag} {value} must be at least 1")
+        # While records are dealt, a file is open for each partition.
+        most = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES, 1)
+        if self.partitions > most:
+            raise ConfigError(
+                f"--partitions {self.partitions} must be at most {most}: this process may not open "
+                "more files (ulimit -n)"
+            )
         for key in self.record_format.json_keys:
             if self.key_in_name and "/" in key:
                 raise ConfigError(

@@ -399,6 +399,7 @@ def test_rate_share_and_time_left_are_printed(corpus_file, tmp_path, capsys):
         (["--input", "/none"], ConfigError, "--input /none: no such file"),
         (["--workers", "0"], ConfigError, "--workers 0 must be at least 1"),
         (["--partitions", "0"], ConfigError, "--partitions 0 must be at least 1"),
+        (["--partitions", str(2**62)], ConfigError, f"--partitions {2**62} must be at most "),
         (["--output-prefix", "/none/x"], ConfigError, "there is no directory /none; make it"),
     ],
 )
