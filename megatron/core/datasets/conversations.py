@@ -235,7 +235,9 @@ def _parse_json(data: bytes, where: str, fix: str) -> Any:
         value = json.loads(data.decode("utf-8-sig"))
         if b"\\ud" in data.lower():  # half a pair of surrogates is not a character
             json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeError as error:
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: half of a character: {error}; remove it") from None
+    except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: it is no UTF-8 text: {error}; save it as UTF-8 (compressed: name it .gz)"
         ) from None

@@ -118,7 +118,7 @@ WRONG = [
     ("[1]\n", r"it is \[1\], not an object"),
     ("3\n", "it is 3, not an object"),
     ("null\n", "it is None, not an object"),
-    ('{"prompt": "a\\ud800"}\n', r"it is no UTF-8 text: .*ud800"),
+    ('{"prompt": "a\\ud800"}\n', r"half of a character: .*ud800.*remove it"),
     ({"text": "a"}, "completion, or instruction and output; this one has text"),
     ({"messages": None}, "prompt and completion, or instruction and output; this one has nothing"),
     ({"conversations": [{"from": "x", "value": "a"}]}, "message 0 is .* it needs a role of"),
