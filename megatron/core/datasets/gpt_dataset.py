@@ -285,7 +285,7 @@ class GPTDataset(MegatronDataset):
         return {"tokens": tokens, "labels": labels, **masks}
 
     def _masks_of(self, tokens: torch.Tensor) -> Sample:
-        if self._masks and self._eod is None:
+        if self._masks:
             return self._masks
         config = self.config
         eod = -1 if self._eod is None else self._eod
@@ -298,12 +298,14 @@ class GPTDataset(MegatronDataset):
             bool(config.eod_mask_loss),
             config.create_attention_mask and not as_bounds,
         )
-        self._masks = {"loss_mask": loss_mask, "position_ids": position_ids}
+        masks: Sample = {"loss_mask": loss_mask, "position_ids": position_ids}
         if attention_mask is not None:
-            self._masks["attention_mask"] = attention_mask
+            masks["attention_mask"] = attention_mask
         if as_bounds:
-            self._masks["attention_mask"] = PackedBounds.of_documents(tokens == eod)
-        return self._masks
+            masks["attention_mask"] = PackedBounds.of_documents(tokens == eod)
+        if self._eod is None:  # the masks of all samples
+            self._masks = masks
+        return masks
 
     def _read_sample(self, idx: int) -> tuple[np.ndarray, int]:
         """Return token ids i64 [s (+ 1)], padded with 0, and the number of real tokens."""
