@@ -98,11 +98,14 @@ def interleave(
     turns = _Turns(before_yielding)
     failures: list[BaseException] = []
 
+    def keep(_: object, failure: BaseException | None, __: object) -> bool:
+        failures.extend(() if failure is None else [failure])
+        return True
+
     def run_second() -> None:
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.push(keep)
             turns.run(1, second)
-        except BaseException as error:
-            failures.append(error)
 
     # The interpreter does not wait at exit for a daemon, which may hang in a collective.
     thread = threading.Thread(target=run_second, daemon=True)
