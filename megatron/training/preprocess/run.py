@@ -351,8 +351,10 @@ class Manifest:
             with open(path, encoding="utf-8") as file:
                 stored = json.load(file)
             if stored["key"] == self._key:
+                # Both or neither: what is not a list raises before a field changes.
+                finished = set(stored["finished"])
                 self.dealt = bool(stored["dealt"])
-                self.finished = set(stored["finished"])
+                self.finished = finished
         except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
             return  # damaged, or of another run: start again
 
