@@ -213,7 +213,9 @@ def test_drafts_are_those_of_a_forward_pass_over_the_text(
         offered: list[int],
     ) -> object:
         found = accept(self, state, rows, drafts, offered)
-        log.extend((state.tokens.to_list(), token) for token in offered[:1] if token != NO_TOKEN)
+        log.extend(
+            (state.tokens.view().tolist(), token) for token in offered[:1] if token != NO_TOKEN
+        )
         return found
 
     monkeypatch.setattr(RequestScheduler, "_accept", recorded)

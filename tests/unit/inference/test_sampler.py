@@ -324,7 +324,7 @@ def test_columns_that_no_block_fills_are_searched() -> None:
 
 
 def test_penalties_refuse_drafted_rows() -> None:
-    sampler = sampler_of(5, {"presence_penalty": 1.0})
+    sampler = sampler_of(5, {"presence_penalty": 1.0}, history=(1, 2, 3))
     with pytest.raises(AssertionError, match="penalties with drafted rows"):
         step(sampler, torch.zeros(2, 5), [segment(0, 4, SAMPLE, SAMPLE)])
 

@@ -122,10 +122,9 @@ class GrowingInts:
         self.values[self.size] = value
         self.size += 1
 
-    def to_list(self) -> list[int]:
+    def view(self) -> Integers:
         """Return all values."""
-        found: list[int] = self.values[: self.size].tolist()
-        return found
+        return self.values[: self.size]
 
 
 @dataclass(eq=False)
@@ -216,7 +215,7 @@ class RequestState:
         """Return the message to all ranks about the request, which has a slot."""
         assert self.slot is not None, "a request without a slot is not admitted"
         params = self.request.params
-        tokens = self.tokens.values[: self.tokens.size]
+        tokens = self.tokens.view()
         own = {
             "seed": self.seed,
             "top_n_logprobs": self.num_top,

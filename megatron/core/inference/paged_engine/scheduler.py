@@ -263,7 +263,7 @@ class RequestScheduler:
             return pages, len(pages) * size
         state.weight_version = parent.weight_version
         num_tokens = min(parent.num_cached, state.num_reusable)
-        return parent.pages.to_list()[: self.pool.pages_for(num_tokens)], num_tokens
+        return parent.pages.view()[: self.pool.pages_for(num_tokens)].tolist(), num_tokens
 
     def _add_rows(
         self, step: PlannedStep, state: RequestState, count: int, drafts: Sequence[int] = ()
@@ -339,7 +339,7 @@ class RequestScheduler:
     def _free(self, state: RequestState) -> None:
         """Take the pages and the slot of a running request."""
         assert state.slot is not None, "a request without a slot has no pages"
-        self.pool.release(state.pages.to_list())
+        self.pool.release(state.pages.view().tolist())
         self._slots.append(state.slot)
         del self._running[bisect_left(self._running, state.order, key=_ORDER)]
         state.pages = GrowingInts()

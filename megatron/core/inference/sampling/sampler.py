@@ -7,8 +7,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +17,13 @@ from torch import Tensor
 from megatron.core.device import host_array
 from megatron.core.fusions import kernels
 from megatron.core.fusions.small_linear import small_linear
+from megatron.core.inference.paged_engine.request_state import GrowingInts
 from megatron.core.inference.paged_engine.step_plan import (
     NO_INTEGERS,
     NO_TOKEN,
     SAMPLE,
     Admission,
+    Floats,
     Integers,
     StepOutput,
     StepPlan,
@@ -55,12 +56,10 @@ class Sampler:
         # Greedy, and nothing changes or reports logits: the largest logit is the whole answer.
         self._is_plain = np.ones(max_requests, dtype=bool)
         # temperature, top_k (v: no limit), top_p, min_p, factor of top_p for each generated token
-        # (1: it stays), least top_p
-        self._filters = np.zeros((max_requests, 6), dtype=np.float32)
-        # repetition, presence, frequency
-        self._factors = np.zeros((max_requests, 3), dtype=np.float32)
-        self._penalties = Penalties(vocab_size, device)
-        self._bias = SlotRows(vocab_size, torch.float32, device)
+        # (1: it stays), least top_p; repetition, presence and frequency penalty
+        self._numbers = np.zeros((max_requests, 9), dtype=np.float32)
+        self._biases: dict[int, tuple[Integers, Floats]] = {}  # tokens and what is added to each
+        self._texts: dict[int, _PenalizedText] = {}
 
     def admit(self, admission: Admission) -> None:
         """Put a request into its slot; the slot forgets the request before it."""
@@ -76,23 +75,23 @@ class Sampler:
             or params.return_log_probs
             or params.top_n_logprobs
         )
-        top_k = min(params.top_k or self._vocab_size, self._vocab_size)
         decays = params.top_p > 0 and params.top_p_decay > 0
-        decay = (params.top_p_decay, params.top_p_bound) if decays else (1, 0)
-        temperature = max(params.temperature, _LEAST_DIVISOR)
-        filters = (temperature, top_k, params.top_p or 1.0, params.min_p, *decay)
-        repetition = max(params.repetition_penalty, _LEAST_DIVISOR)
-        factors = (repetition, params.presence_penalty, params.frequency_penalty)
-        self._filters[slot] = np.clip(filters, -_LARGEST_VALUE, _LARGEST_VALUE)
-        self._factors[slot] = np.clip(factors, -_LARGEST_VALUE, _LARGEST_VALUE)
-        self._bias.free(slot)
-        if params.logit_bias:
-            bias = np.zeros(self._vocab_size, dtype=np.float32)
-            bias[list(params.logit_bias)] = list(params.logit_bias.values())
-            self._bias.put(slot, bias)
-        self._penalties.free(slot)
+        numbers = (
+            max(params.temperature, _LEAST_DIVISOR),
+            min(params.top_k or self._vocab_size, self._vocab_size),
+            params.top_p or 1.0,
+            params.min_p,
+            *((params.top_p_decay, params.top_p_bound) if decays else (1, 0)),
+            max(params.repetition_penalty, _LEAST_DIVISOR),
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        self._numbers[slot] = np.clip(numbers, -_LARGEST_VALUE, _LARGEST_VALUE)
+        bias = params.logit_bias
+        self._biases[slot] = np.array([*bias], np.int64), np.array([*bias.values()], np.float32)
+        self._texts.pop(slot, None)
         if params.has_penalty:
-            self._penalties.admit(admission)
+            self._texts[slot] = _PenalizedText(admission)
 
     def sample(self, logits: Tensor, plan: StepPlan) -> StepOutput:
         """Return tokens and log-probs of all output rows from their ``logits`` [r, v].
@@ -115,7 +114,11 @@ class Sampler:
         if len(sampled):
             chosen = self._choose(self._take(known, sampled), rows.take(sampled), plan)
             tokens = tokens.index_copy(0, self._upload(sampled), chosen)
-        return self._with_log_probs(logits, tokens, rows)
+        result = self._with_log_probs(logits, tokens, rows)
+        for slot, token in zip(rows.slots[sampled], result.tokens[sampled], strict=True):
+            if slot in self._texts and token != NO_TOKEN:
+                self._texts[slot].add(int(token))
+        return result
 
     def draft(self, logits: Tensor, plan: StepPlan) -> Tensor:
         """Return the tokens that `sample` would choose from ``logits`` [r, v]."""
@@ -124,8 +127,7 @@ class Sampler:
     def _choose(self, logits: Tensor, rows: _Rows, plan: StepPlan) -> Tensor:
         """Return tokens [s] from ``logits`` [s, v]."""
         params = [self._params[slot] for slot in rows.slots]
-        penalised = np.flatnonzero([p.has_penalty for p in params])
-        logits = self._apply_rules(logits, rows, params, penalised, plan.masks)
+        logits = self._apply_rules(logits, rows, params, plan.masks)
         blocks = Blocks.of(logits.float())
         drawn = np.flatnonzero([not p.is_greedy for p in params])
         if len(drawn) == len(params):
@@ -135,37 +137,32 @@ class Sampler:
             if len(drawn):
                 at = self._upload(drawn)
                 tokens.index_copy_(0, at, self._draw(blocks.take(at), rows.take(drawn)))
-        tokens = _checked(tokens, blocks)
-        if len(penalised):
-            part = rows.take(penalised)
-            chosen = tokens[self._upload(penalised)]
-            self._penalties.record(part.slots, part.positions, chosen)
-        return tokens
+        return _checked(tokens, blocks)
 
     def _apply_rules(
         self,
         logits: Tensor,
         rows: _Rows,
         params: list[SamplingParams],
-        penalised: Integers,
         masks: dict[int, Integers],
     ) -> Tensor:
         """Return ``logits``, or changed logits of rows that have bias, penalties or masks."""
         biased = np.flatnonzero([bool(p.logit_bias) for p in params])
+        penalized = np.flatnonzero(
+            [s in self._texts and self._texts[s].tokens.size > 0 for s in rows.slots]
+        )
         masked = np.flatnonzero([slot in masks for slot in rows.slots])
         hidden = self._hidden(rows, params)
-        if not (len(biased) or len(penalised) or len(masked) or hidden):
+        if not (len(biased) or len(penalized) or len(masked) or hidden):
             return logits
         logits = logits.to(torch.float32, copy=True)
         if len(biased):
-            where = self._upload(self._bias.rows(rows.slots[biased]))
-            logits.index_add_(0, self._upload(biased), self._bias.data.index_select(0, where))
-        if len(penalised):
-            part = rows.take(penalised)
-            assert len({*part.slots}) == len(part.slots), "penalties with drafted rows"
-            factors = self._upload(self._factors[part.slots])
-            at = self._upload(penalised)
-            self._penalties.apply(logits, at, part.slots, factors, int(part.positions.max()))
+            tokens, values = zip(*(self._biases[slot] for slot in rows.slots[biased]), strict=True)
+            where = biased.repeat([*map(len, tokens)])
+            index = self._upload(where), self._upload(np.concatenate(tokens))
+            logits[index] += self._upload(np.concatenate(values))
+        if len(penalized):
+            self._penalize(logits, penalized, rows.slots[penalized])
         if hidden:
             logits.index_put_(tuple(self._upload(hidden).T), logits.new_full((), float("-inf")))
         if len(masked):
@@ -175,6 +172,27 @@ class Sampler:
             keep_allowed(allowed, self._upload(np.stack(words)))
             logits.index_copy_(0, at, allowed)
         return logits
+
+    def _penalize(self, logits: Tensor, rows: Integers, slots: Integers) -> None:
+        """Apply repetition, presence and frequency penalties to ``rows`` of ``logits``, in place.
+
+        Repetition (Keskar et al. 2019) divides positive logits, and multiplies others, of tokens
+        that the prompt or the generated text has; presence and frequency are subtracted, for
+        generated tokens only.  Only the logits of a text's tokens are read and written, so that the
+        cost grows with the text and not with the vocabulary.
+        """
+        assert len({*slots}) == len(slots), "penalties with drafted rows"
+        texts = [self._texts[slot] for slot in slots]
+        size = max(text.tokens.size for text in texts)
+        # Shorter texts are repeated: a token that occurs twice gets one value twice.
+        tokens = np.stack([np.resize(text.tokens.view(), size) for text in texts])
+        counts = np.stack([np.resize(text.counts.view(), size) for text in texts])
+        repetition, presence, frequency = self._numbers[slots, 6:].T[..., None]
+        lowered = self._upload((counts > 0) * presence + counts.astype(np.float32) * frequency)
+        index = self._upload(rows[:, None]), self._upload(tokens)
+        found = logits[index]
+        factor = self._upload(repetition)
+        logits[index] = torch.where(found > 0, found / factor, found * factor) - lowered
 
     def _hidden(self, rows: _Rows, params: list[SamplingParams]) -> list[tuple[int, int]]:
         """Return (row, token) that min_tokens or forbidden_after hides."""
@@ -194,7 +212,7 @@ class Sampler:
 
     def _draw(self, logits: Blocks, rows: _Rows) -> Tensor:
         """Return tokens [s] sampled from ``logits`` [s, v] with temperature and filters."""
-        temperature, top_k, top_p, min_p, decay, bound = self._filters[rows.slots].T
+        temperature, top_k, top_p, min_p, decay, bound = self._numbers[rows.slots, :6].T
         num_generated = rows.positions - self._num_prompt[rows.slots]
         top_p = np.maximum(top_p * decay**num_generated, bound).astype(np.float32)
         scale = scale_of(logits, temperature, top_k.astype(np.int64), top_p, min_p, self._upload)
@@ -295,105 +313,24 @@ def _to_host(tokens: Tensor, log_probs: Tensor) -> StepOutput:
     return StepOutput(integers[:, 0], values[:, 0], integers[:, 1:], values[:, 1:])
 
 
-class SlotRows:
-    """Rows on the device for those slots that need one; their number and width grow by doubling."""
+class _PenalizedText:
+    """The distinct tokens of a text, and how often each of them was generated."""
 
-    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.data = torch.zeros(0, width, dtype=dtype, device=device)
-        self._row: dict[int, int] = {}
-        self._free: list[int] = []
+    def __init__(self, admission: Admission) -> None:
+        history = admission.history
+        self._places = {token: i for i, token in enumerate(dict.fromkeys(history))}
+        self.tokens = GrowingInts(self._places)
+        self.counts = GrowingInts([0] * self.tokens.size)
+        for token in history[admission.num_prompt :]:
+            self.add(token)
 
-    def put(self, slot: int, values: npt.NDArray[Any]) -> None:
-        """Give ``slot``, which has none, a row that begins with ``values``; the rest is 0."""
-        self.widen(len(values))
-        if not self._free:
-            size = len(self.data)
-            self.data = torch.cat([self.data, self.data.new_zeros(max(size, 1), self.data.size(1))])
-            self._free = list(range(len(self.data) - 1, size - 1, -1))
-        row = self._row[slot] = self._free.pop()
-        self.data[row] = 0
-        found = torch.from_numpy(values)
-        self.data[row, : len(values)] = found.to(self.data, non_blocking=True)
-
-    def widen(self, width: int) -> None:
-        """Give all rows at least ``width`` columns."""
-        missing = width - self.data.size(1)
-        if missing > 0:
-            more = max(missing, self.data.size(1))
-            self.data = torch.cat([self.data, self.data.new_zeros(len(self.data), more)], dim=1)
-
-    def free(self, slot: int) -> None:
-        """Free the row of ``slot``, if it has one."""
-        row = self._row.pop(slot, None)
-        if row is not None:
-            self._free.append(row)
-
-    def rows(self, slots: Iterable[int]) -> list[int]:
-        """Return the rows of ``slots`` in `data`."""
-        return [self._row[slot] for slot in slots]
-
-
-class Penalties:
-    """Repetition, presence and frequency penalties of the slots that have them.
-
-    Repetition (Keskar et al. 2019) divides positive logits, and multiplies others, of tokens that
-    the prompt or the generated text has; presence and frequency are subtracted, for generated
-    tokens only.  Only the logits of a text's tokens are read and written, so that the cost grows
-    with the text and not with the vocabulary.
-    """
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
-        self._counts = SlotRows(vocab_size, torch.int32, device)  # how often it was generated
-        self._in_prompt = SlotRows(vocab_size, torch.bool, device)
-        self._texts = SlotRows(0, torch.int64, device)
-
-    def admit(self, admission: Admission) -> None:
-        """Take the text of a request that has penalties."""
-        text = np.array(admission.history, dtype=np.int64)
-        prompt, output = np.split(text, [admission.num_prompt])
-        slot = admission.slot
-        size = self._vocab_size
-        self._counts.put(slot, np.bincount(output, minlength=size))
-        self._in_prompt.put(slot, np.bincount(prompt, minlength=size) > 0)
-        self._texts.put(slot, text)
-
-    def free(self, slot: int) -> None:
-        """Forget the text of ``slot``, if it has one."""
-        for rows in (self._counts, self._in_prompt, self._texts):
-            rows.free(slot)
-
-    def apply(self, logits: Tensor, at: Tensor, slots: Integers, values: Tensor, size: int) -> None:
-        """Apply the penalties of ``slots`` to the rows ``at`` [s] of ``logits``, in place.
-
-        ``values`` [s, 3]: repetition, presence and frequency.  ``size``: of the longest text.
-        """
-        where = self._of(slots, at)
-        tokens = self._texts.data[where, :size]  # behind the end of a text: 0, seen or not
-        repetition, presence, frequency = values.split(1, dim=-1)
-        counts = self._counts.data[where[:, None], tokens]
-        is_generated = counts > 0
-        is_seen = is_generated | self._in_prompt.data[where[:, None], tokens]
-        found = logits[at[:, None], tokens]
-        repeated = torch.where(found > 0, found / repetition, found * repetition)
-        lowered = torch.where(is_seen, repeated, found)
-        lowered -= is_generated * presence + counts * frequency
-        logits[at[:, None], tokens] = lowered  # a token that occurs twice gets one value twice
-
-    def record(self, slots: Integers, positions: Integers, tokens: Tensor) -> None:
-        """Add ``tokens`` [s], chosen for ``positions`` of texts; negative ones are not counted."""
-        where = self._of(slots, tokens)
-        self._texts.widen(int(positions.max()) + 1)
-        at = torch.from_numpy(positions).to(tokens.device, non_blocking=True)
-        valid = tokens.clamp(min=0)
-        self._texts.data[where, at] = valid
-        counts = self._counts.data
-        counts.index_put_((where, valid), (tokens >= 0).to(counts.dtype), accumulate=True)
-
-    def _of(self, slots: Integers, like: Tensor) -> Tensor:
-        # The three kinds of rows are taken and freed together, so their numbers are equal.
-        rows = torch.tensor(self._counts.rows(slots))
-        return rows.to(like.device, non_blocking=True)
+    def add(self, token: int) -> None:
+        """Append a generated token."""
+        place = self._places.setdefault(token, self.tokens.size)
+        if place == self.tokens.size:
+            self.tokens.append(token)
+            self.counts.append(0)
+        self.counts.values[place] += 1
 
 
 def keep_allowed(logits: Tensor, words: Tensor) -> None:
