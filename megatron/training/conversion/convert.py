@@ -69,8 +69,6 @@ from megatron.training.conversion.source import read_source as read_source
 from megatron.training.conversion.source import run_config as run_config
 from megatron.training.conversion.verify import compare_logits
 from megatron.training.conversion.vision_language import (
-    VisionLanguageShape,
-    check_encoder,
     config_of,
     export_tensors,
     flags_of,
@@ -160,7 +158,6 @@ def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
     config = hf_folder.read_config(wanted.source)
     weights = hf_folder.read_weights(wanted.source)
     fresh: tuple[str, ...] = ()
-    images: VisionLanguageShape | None = None
     if is_image_classifier(config):
         architecture = ARCHITECTURE
         flags = flags_of_classifier(config)
@@ -185,8 +182,6 @@ def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
     args = default_args() | flags | _precision(one.dtype)
     if is_text:
         args |= _tokenizer_args(wanted, one.shape[0]) | {"vocab_extra_ids": None}
-    if images is not None:
-        check_encoder(images, run_config(args))
     if wanted.verify:
         say(compare_logits(wanted.source, run_config(args), tensors, one.shape[0], fresh))
     if is_text and not hf_folder.has_tokenizer(wanted.source):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
@@ -19,6 +19,7 @@ from megatron.training.conversion.tensors import AHEAD, AHEAD_LAYER, Rule, tenso
 Config: TypeAlias = Mapping[str, Any]  # config.json, or an object in it
 Values: TypeAlias = Mapping[str, Any]  # value by name, of a `ModelShape` or of config.json
 Names: TypeAlias = Mapping[str, str | Rule]  # our name -> theirs, of tensors or modules
+T = TypeVar("T")
 _IN_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.*)")
 _IN_AHEAD = re.compile(AHEAD.replace(".", r"\.").format(r"(\d+)") + "(.*)")
 _OF_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
@@ -26,10 +27,13 @@ _OF_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
 @dataclass(frozen=True)
 class Field:
-    """Conversion of some entries of config.json to values of `ModelShape` and back."""
+    """Conversion of some entries of config.json to values of `ModelShape` and back.
+
+    Those of images are values of flags, dest -> value, and an object with them as attributes.
+    """
 
     read: Callable[[Config], Values] = lambda config: {}
-    write: Callable[[ModelShape], Values] = lambda shape: {}
+    write: Callable[[Any], Values] = lambda shape: {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +85,7 @@ class Family:
 
     def shape(self, config: Config) -> ModelShape:
         """Return the model that config.json describes.  Raises CheckpointError if unsupported."""
-        try:
-            return self._shape(config)
-        except KeyError as error:
-            raise CheckpointError(f"config.json has no {error.args[0]}") from None
-        except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
-            raise CheckpointError(
-                f"config.json does not describe a {self.architecture}: {error}"
-            ) from None
+        return read_whole(self.architecture, lambda: self._shape(config))
 
     def _shape(self, config: Config) -> ModelShape:
         values = dict(self.always)
@@ -150,6 +147,16 @@ class Family:
         if rule is None:
             raise CheckpointError(f"{name} has no counterpart in {self.architecture}")
         return replace(rule, theirs=tuple(prefix + each.format(expert) for each in rule.theirs))
+
+
+def read_whole(architecture: str, read: Callable[[], T]) -> T:
+    """Return what ``read`` reads of config.json.  Raises CheckpointError if it has wrong values."""
+    try:
+        return read()
+    except KeyError as error:
+        raise CheckpointError(f"config.json has no {error.args[0]}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
+        raise CheckpointError(f"config.json does not describe a {architecture}: {error}") from None
 
 
 def named_rule(table: Names, name: str) -> Rule | None:

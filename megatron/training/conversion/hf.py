@@ -30,7 +30,7 @@ from megatron.training.conversion.lazy import (
     zeros,
 )
 from megatron.training.conversion.shape import ModelShape
-from megatron.training.conversion.tensors import Rule, output_of, size_of, tensors_of
+from megatron.training.conversion.tensors import output_of, size_of, tensors_of
 from megatron.training.models.registry import model_kind
 
 SCORE = "score.weight"  # here and at Hugging Face
@@ -140,7 +140,7 @@ def import_model(config: Config, weights: Mapping[str, LazyTensor]) -> HFModel:
             tensors[name] = _fresh(name, size, next(iter(weights.values())).dtype)
             continue
         parts = [_take(left, theirs, family) for theirs in rule.theirs]
-        tensors[name] = _joined(name, parts, rule, shape, size)
+        tensors[name] = rule.join(name, parts, shape, size)
     for again, ours in _copies(shape, family).items():
         copy = left.pop(again, None)
         if copy is not None and not torch.equal(copy.make(), tensors[ours].make()):
@@ -201,24 +201,6 @@ def _take(left: dict[str, LazyTensor], name: str, family: Family) -> LazyTensor:
     if (spelling := _find(left, name)) is not None:
         return left.pop(spelling)
     raise CheckpointError(f"the weights have no {name}, which a {family.architecture} needs")
-
-
-def _joined(
-    name: str, parts: list[LazyTensor], rule: Rule, shape: ModelShape, size: tuple[int, ...]
-) -> LazyTensor:
-    dtypes = {part.dtype for part in parts}
-    if len(dtypes) > 1:
-        raise CheckpointError(f"{parts[0].name} and its kin have different dtypes")
-    dtype = dtypes.pop()
-    joined = LazyTensor(
-        name, dtype, size, lambda: rule.to_ours([part.make() for part in parts], shape)
-    )
-    wanted = [part.shape for part in rule.split(joined, shape)]
-    if [part.shape for part in parts] != wanted:
-        has = ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
-        needed = ", ".join(str(list(each)) for each in wanted)
-        raise CheckpointError(f"{has}: config.json asks for {needed} in {name}")
-    return joined
 
 
 def _as_stored(shape: ModelShape, family: Family, weights: Mapping[str, LazyTensor]) -> ModelShape:

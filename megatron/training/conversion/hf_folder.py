@@ -44,8 +44,8 @@ _KINDS: tuple[tuple[str, tuple[type, ...], float | None, float | None, str], ...
     (
         *("an integer above 0 and below 2**31", (int,), 1, 2**31 - 1),
         "hidden_size intermediate_size max_position_embeddings vocab_size head_dim d_kv "
-        "d_model d_ff n_embd n_positions n_inner moe_intermediate_size kv_lora_rank q_lora_rank "
-        "qk_nope_head_dim qk_rope_head_dim v_head_dim shared_expert_intermediate_size "
+        "d_model d_ff embed_dim n_embd n_positions n_inner moe_intermediate_size kv_lora_rank "
+        "q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim shared_expert_intermediate_size "
         "moe_shared_expert_intermediate_size state_size ssm_state_size mamba_head_dim "
         "relative_attention_num_buckets relative_attention_max_distance "
         "original_max_position_embeddings",
@@ -53,7 +53,7 @@ _KINDS: tuple[tuple[str, tuple[type, ...], float | None, float | None, str], ...
     (
         *("an integer from 1 to 10000", (int,), 1, 10_000),  # layers, experts or heads
         "num_hidden_layers num_attention_heads num_key_value_heads num_layers num_decoder_layers "
-        "n_layer n_head num_heads num_experts_per_tok n_groups mamba_num_heads conv_kernel "
+        "n_layer n_head num_heads depth num_experts_per_tok n_groups mamba_num_heads conv_kernel "
         "decoder_sparse_step type_vocab_size",
     ),
     (

@@ -15,7 +15,7 @@ from megatron.training.checkpointing.checkpoint_args import compare_models
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion.hf_folder import read_weights
-from megatron.training.conversion.vision import encoder_on_meta, import_encoder
+from megatron.training.conversion.vision import WHISPER, import_encoder
 from megatron.training.models.encoders import whisper_config
 from megatron.training.models.mimo import AUDIO_ENCODER
 
@@ -57,7 +57,8 @@ def _load_whisper(encoder: nn.Module, folder: str) -> None:
         for prefix in _WHISPER_PREFIXES
         if name.startswith(prefix)
     }
-    found = import_encoder(encoder_on_meta(config), config, weights)
+    WHISPER.flags(config)  # refuses what the encoder here does not compute
+    found = import_encoder(WHISPER, encoder, config, weights)
     for name, param in encoder.named_parameters():
         whole = found[name].make()
         for offset, view in info_of(param).pieces(param):

@@ -23,6 +23,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.conversion.lazy import shared_parts
@@ -73,6 +74,26 @@ class Rule:
         elif len(self.theirs) > 1:
             parts = ours.chunk(len(self.theirs))
         return [part.t() if self.transposed else part for part in parts]
+
+    def join(
+        self, name: str, parts: Sequence[LazyTensor], shape: Heads, size: tuple[int, ...]
+    ) -> LazyTensor:
+        """Return our tensor ``name`` of ``size``, made of ``parts`` once it is used.
+
+        Raises CheckpointError if their dtypes differ, or their shapes do not give ``size``.
+        """
+        dtype = parts[0].dtype
+        if any(part.dtype != dtype for part in parts):
+            raise CheckpointError(f"{parts[0].name} and its kin have different dtypes")
+        joined = LazyTensor(
+            name, dtype, size, lambda: self.to_ours([part.make() for part in parts], shape)
+        )
+        wanted = [part.shape for part in self.split(joined, shape)]
+        if [part.shape for part in parts] != wanted:
+            has = ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
+            needed = ", ".join(str(list(each)) for each in wanted)
+            raise CheckpointError(f"{has}: config.json asks for {needed} in {name}")
+        return joined
 
     def split(self, ours: LazyTensor, shape: Heads) -> list[LazyTensor]:
         """Return the tensors that `to_theirs` makes of ``ours`` once they are used, in order."""

@@ -1,6 +1,7 @@
-"""Encoders of images and sound from Hugging Face and back: config.json, tensors bit by bit.
+"""Encoders of images and sound from Hugging Face and back: config.json and tensors, bit by bit.
 
-Only the encoder itself is converted: a pooling head or a projection beside it is left out.
+An encoder has the conventions of its architecture (`training.models.encoders`): config.json must
+ask for them.  Only the encoder itself is converted: a pooling head beside it is left out.
 """
 
 from __future__ import annotations
@@ -8,57 +9,52 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import nn
 
-from megatron.core.activations import openai_gelu, quick_gelu
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.models.mimo.submodules.audio import WhisperEncoderModel
 from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLVisionModel
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
-from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
-from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import info_of
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.conversion.family import Config, Names, named_rule
-from megatron.training.conversion.lazy import reshaped
+from megatron.training.config.run import RunConfig
+from megatron.training.conversion.families.fields import demand, same
+from megatron.training.conversion.family import Config, Field, Names, Values, named_rule, read_whole
+from megatron.training.conversion.lazy import reshaped, zeros
 from megatron.training.conversion.tensors import Rule
 from megatron.training.conversion.verify import groups_of_one_rank
-
-Encoder: TypeAlias = CLIPViTModel | WhisperEncoderModel | Qwen2VLVisionModel
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": openai_gelu,
-    "quick_gelu": quick_gelu,
-    "relu": F.relu,
-    "silu": F.silu,
-}
+from megatron.training.models.encoders import image_encoder
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderFamily:
-    """How the tensors of one family are called; see `named_rule`.
+    """How config.json and the tensors of one family are converted; see `named_rule`.
 
+    ``fields``: conversions of config.json to flags and back.
     ``outside`` and ``layer``: our name -> theirs; ``layer_prefix``: theirs, {} is the number.
     ``ignored``: beginnings of names of what does not belong to the encoder.  ``unread``: such
     tensors that a model of `transformers` has in any case -> a tensor of the same shape.
     """
 
-    subtype: str  # a key of `clip_vit_model.KINDS`, or whisper
+    subtype: str
+    fields: tuple[Field, ...]
     outside: Names
     layer: Names
     layer_prefix: str
     ignored: tuple[str, ...] = ()
     unread: Mapping[str, str] = field(default_factory=dict)
-    has_layer_scale: bool = False
+    has_bias: bool = True  # of queries, keys and values, if config.json does not say it
     has_key_bias: bool = True
-    eps: float = 1e-5  # if config.json has none
-    entries: Mapping[str, str] = field(default_factory=dict)  # usual name in config.json -> theirs
+
+    def flags(self, config: Config) -> Values:
+        """Return the flags, dest -> value, of the encoder that config.json describes."""
+        return read_whole(
+            f"{self.subtype} encoder",
+            lambda: {name: value for f in self.fields for name, value in f.read(config).items()},
+        )
 
     def rule(self, ours: str) -> Rule:
         """Return the rule of our tensor.  Raises CheckpointError if there is none."""
@@ -77,26 +73,84 @@ class EncoderFamily:
         """Return which of ``theirs`` are biases of queries, keys or values that they lack."""
         if len(theirs) == 1 or not theirs[0].endswith(".bias"):
             return ()
-        if not config.get("attention_bias", config.get("qkv_bias", True)):
+        if not config.get("attention_bias", config.get("qkv_bias", self.has_bias)):
             return theirs
         return () if self.has_key_bias else (theirs[1],)
 
 
-def _layer(norm: str, qkv: str, output: str, next_norm: str, mlp: str = "mlp.") -> Names:
-    """Return the names of a layer; ``{}`` in ``qkv`` stands for q, k and v."""
-    parts = tuple(dict.fromkeys(map(qkv.format, "qkv")))
+def names_of_layer(norm: str, qkv: str, output: str, next_norm: str, fc1: str, fc2: str) -> Names:
+    """Return the names of a layer; ``qkv`` has q, k and v apart by blanks, or one name."""
     return {
         "input_layernorm": norm,
-        "self_attention.linear_qkv": Rule(parts, is_qkv=True),
+        "self_attention.linear_qkv": Rule(tuple(qkv.split()), is_qkv=True),
         "self_attention.linear_proj": output,
         "pre_mlp_layernorm": next_norm,
-        "mlp.linear_fc1": f"{mlp}fc1",
-        "mlp.linear_fc2": f"{mlp}fc2",
+        "mlp.linear_fc1": fc1,
+        "mlp.linear_fc2": fc2,
     }
 
 
-_CLIP = EncoderFamily(
+def sizes(layers: int, width: int, ffn: int, heads: int, *, flags: str = "") -> tuple[Field, ...]:
+    """Convert sizes, with these defaults; ``flags``: how the names of the flags begin."""
+    return (
+        same("num_hidden_layers", f"{flags}num_layers", layers),
+        same("hidden_size", f"{flags}hidden_size", width),
+        same("intermediate_size", f"{flags}ffn_hidden_size", ffn),
+        same("num_attention_heads", f"{flags}num_attention_heads", heads),
+    )
+
+
+def image_sizes(image: int, patch: int, write: Callable[..., Values]) -> Field:
+    """Convert height and width of images and the side of patches, with these defaults."""
+
+    def read(config: Config) -> Values:
+        (height, width), (side, other) = (
+            value if isinstance(value, list | tuple) else (value, value)
+            for value in (config.get("image_size", image), config.get("patch_size", patch))
+        )
+        if side != other or not all(type(n) is int and n > 0 for n in (height, width, side)):
+            raise CheckpointError(
+                f"config.json has image_size {[height, width]} and patch_size {[side, other]}: "
+                "integers above 0, and square patches, are needed"
+            )
+        return {"img_h": height, "img_w": width, "patch_dim": side}
+
+    return Field(read, write)
+
+
+def _type(name: str) -> Field:
+    return Field(lambda config: {"vision_model_type": name})
+
+
+def _read_norm(config: Config) -> Values:
+    is_rms = config.get("norm_type", "layer_norm") == "rms_norm"
+    if bool(config.get("use_qk_norm")) != is_rms:
+        raise CheckpointError(
+            f"config.json has norm_type {config.get('norm_type')} and use_qk_norm "
+            f"{config.get('use_qk_norm')}: only rms_norm with it and layer_norm without it can be "
+            "converted"
+        )
+    return {"vision_model_type": "internvit" if is_rms else "internvit300M"}
+
+
+def _write_norm(flags: Any) -> Values:
+    is_rms = flags.vision_model_type == "internvit"
+    norm = "rms_norm" if is_rms else "layer_norm"
+    return {"norm_type": norm, "use_qk_norm": is_rms, "attention_bias": True}
+
+
+def _write_square(flags: Any) -> Values:
+    return {"image_size": flags.img_h, "patch_size": flags.patch_dim}
+
+
+CLIP = EncoderFamily(
     subtype="clip",
+    fields=(
+        _type("clip"),
+        *sizes(12, 768, 3072, 12, flags="vision_"),
+        image_sizes(224, 32, _write_square),
+        demand(hidden_act="quick_gelu", layer_norm_eps=1e-5),
+    ),
     outside={
         "class_token": "embeddings.class_embedding",
         "conv1": "embeddings.patch_embedding",
@@ -104,269 +158,186 @@ _CLIP = EncoderFamily(
         "ln_pre": "pre_layrnorm",
         "ln_post": "post_layernorm",
     },
-    layer=_layer("layer_norm1", "self_attn.{}_proj", "self_attn.out_proj", "layer_norm2"),
+    layer=names_of_layer(
+        "layer_norm1",
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+        *("self_attn.out_proj", "layer_norm2", "mlp.fc1", "mlp.fc2"),
+    ),
     layer_prefix="encoder.layers.{}.",
     ignored=("post_layernorm.", "embeddings.position_ids"),  # of the pooled output
     unread={f"post_layernorm.{kind}": f"pre_layrnorm.{kind}" for kind in ("weight", "bias")},
 )
-_SIGLIP = replace(
-    _CLIP, subtype="siglip", ignored=("head.", "embeddings.position_ids"), unread={}, eps=1e-6
+# LLaVA reads its features before the last norm, which a pooling head follows.
+SIGLIP = replace(
+    CLIP,
+    subtype="siglip_without_norm",
+    fields=(
+        _type("siglip_without_norm"),
+        *sizes(12, 768, 3072, 12, flags="vision_"),
+        image_sizes(224, 16, _write_square),
+        demand(hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6),
+        Field(write=lambda flags: {"vision_use_head": False}),
+    ),
+    ignored=("head.", *CLIP.ignored),
+    unread={},
 )
-_VIT = EncoderFamily(
-    subtype="vit",
+INTERNVIT = EncoderFamily(
+    subtype="internvit",
+    fields=(
+        Field(_read_norm, _write_norm),
+        *sizes(24, 1024, 4096, 16, flags="vision_"),
+        image_sizes(
+            448,
+            14,
+            lambda flags: {
+                "image_size": [flags.img_h, flags.img_w],
+                "patch_size": [flags.patch_dim] * 2,
+            },
+        ),
+        demand(hidden_act="gelu", layer_norm_eps=1e-6),
+    ),
     outside={
         "class_token": "embeddings.cls_token",
         "conv1": "embeddings.patch_embeddings.projection",
         "position_embeddings.weight": "embeddings.position_embeddings",
-        "ln_post": "layernorm",
     },
-    layer=_layer("layernorm_before", "attention.{}_proj", "attention.o_proj", "layernorm_after"),
-    layer_prefix="layers.{}.",
-    ignored=("pooler.", "classifier."),
-    eps=1e-12,
-)
-FAMILIES = {
-    "clip_vision_model": _CLIP,
-    "siglip_vision_model": _SIGLIP,
-    "vit": _VIT,
-    "internvl_vision": replace(
-        _VIT,
-        subtype="internvit",
-        layer={
-            **_VIT.layer,
-            "self_attention.linear_proj": "attention.projection_layer",
-            "self_attention.q_layernorm": "attention.q_norm",
-            "self_attention.k_layernorm": "attention.k_norm",
-            "post_self_attn_layernorm.weight": "lambda_1",
-            "post_mlp_layernorm.weight": "lambda_2",
-        },
-        layer_prefix="encoder.layer.{}.",
-        ignored=(),
-        has_layer_scale=True,
-        eps=1e-6,
-    ),
-    "whisper": EncoderFamily(
-        subtype="whisper",
-        outside={"conv1": "conv1", "conv2": "conv2", "ln_post": "layer_norm"},
-        layer=_layer(
-            *("self_attn_layer_norm", "self_attn.{}_proj", "self_attn.out_proj"),
-            *("final_layer_norm", ""),
+    layer={
+        **names_of_layer(
+            "layernorm_before",
+            "attention.q_proj attention.k_proj attention.v_proj",
+            *("attention.projection_layer", "layernorm_after", "mlp.fc1", "mlp.fc2"),
         ),
-        layer_prefix="layers.{}.",
-        ignored=("embed_positions.",),  # fixed waves
-        has_key_bias=False,
-        entries={
-            "num_hidden_layers": "encoder_layers",
-            "hidden_size": "d_model",
-            "num_attention_heads": "encoder_attention_heads",
-            "intermediate_size": "encoder_ffn_dim",
-            "hidden_act": "activation_function",
-        },
+        "self_attention.q_layernorm": "attention.q_norm",
+        "self_attention.k_layernorm": "attention.k_norm",
+        "post_self_attn_layernorm.weight": "lambda_1",
+        "post_mlp_layernorm.weight": "lambda_2",
+    },
+    layer_prefix="encoder.layer.{}.",
+    has_bias=False,
+)
+QWEN2_VL = EncoderFamily(
+    subtype="qwen2_vl",
+    fields=(
+        _type("qwen2_vl"),
+        same("depth", "vision_num_layers", 32),
+        same("embed_dim", "vision_hidden_size", 1280),
+        same("num_heads", "vision_num_attention_heads", 16),
+        Field(
+            lambda config: {
+                "vision_ffn_hidden_size": int(
+                    config.get("embed_dim", 1280) * config.get("mlp_ratio", 4)
+                )
+            },
+            lambda flags: {"mlp_ratio": flags.vision_ffn_hidden_size // flags.vision_hidden_size},
+        ),
+        same("patch_size", "patch_dim", 14),
+        demand(hidden_act="quick_gelu", spatial_merge_size=2, temporal_patch_size=2, in_channels=3),
     ),
-}
-# Encoders that exist only within a larger model; that of LLaVA reads features before the last norm.
-PARTS = {
-    "siglip_without_norm": replace(
-        _SIGLIP, subtype="siglip_without_norm", ignored=(*_SIGLIP.ignored, "post_layernorm.")
+    outside={"conv1": "patch_embed.proj", "ln_post": "merger.ln_q"},
+    layer=names_of_layer("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2"),
+    layer_prefix="blocks.{}.",
+)
+WHISPER = EncoderFamily(
+    subtype="whisper",
+    fields=(demand(activation_function="gelu", scale_embedding=False),),
+    outside={"conv1": "conv1", "conv2": "conv2", "ln_post": "layer_norm"},
+    layer=names_of_layer(
+        "self_attn_layer_norm",
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+        *("self_attn.out_proj", "final_layer_norm", "fc1", "fc2"),
     ),
-    "qwen2_vl_vision": EncoderFamily(
-        subtype="qwen2_vl",
-        outside={"conv1": "patch_embed.proj", "ln_post": "merger.ln_q"},
-        layer=_layer("norm1", "attn.qkv", "attn.proj", "norm2"),
-        layer_prefix="blocks.{}.",
-        eps=1e-6,
-        entries={
-            "num_hidden_layers": "depth",
-            "hidden_size": "embed_dim",
-            "num_attention_heads": "num_heads",
-        },
-    ),
+    layer_prefix="layers.{}.",
+    ignored=("embed_positions.",),  # fixed waves
+    has_key_bias=False,
+)
+# Encoders of images within a larger model, by their model_type in vision_config.
+ENCODERS = {
+    "clip_vision_model": CLIP,
+    "siglip_vision_model": SIGLIP,
+    "internvl_vision": INTERNVIT,
+    "qwen2_vl_vision": QWEN2_VL,
 }
 # Their name -> their shape, from ours: some have dimensions that ours lack, or lack some of ours.
 _SHAPES: dict[str, Callable[[Sequence[int]], tuple[int, ...]]] = {
     "embeddings.class_embedding": lambda ours: (math.prod(ours),),
     "embeddings.position_embeddings": lambda ours: (1, *ours),
+    "vit.embeddings.position_embeddings": lambda ours: (1, *ours),
     # 3 colors and 2 frames of a square
     "patch_embed.proj.weight": lambda ours: (ours[0], 3, 2, *[math.isqrt(ours[1] // 6)] * 2),
 }
 
 
-def build_encoder(
-    config: Config, pg_collection: ProcessGroupCollection | None = None, **changes: Any
-) -> Encoder:
-    """Build the encoder that ``config`` (config.json of an encoder) describes, without weights.
-
-    ``changes``: fields of the `TransformerConfig`.  Raises CheckpointError if it is not supported.
-    """
-    family = family_of(config)
-    of_layers = layers_of(config, **changes)
-    spec = get_vit_layer_with_local_spec(of_layers, has_layer_scale=family.has_layer_scale)
-    if family.subtype == "whisper":
-        if config.get("scale_embedding"):
-            raise CheckpointError("config.json has scale_embedding true, which cannot be converted")
-        return WhisperEncoderModel(
-            of_layers,
-            spec,
-            num_mel_bins=_entry(config, "num_mel_bins"),
-            max_source_positions=_entry(config, "max_source_positions"),
-            pg_collection=pg_collection,
-        )
-    if family.subtype == "qwen2_vl":
-        assert pg_collection is not None, "a part of a larger model needs pg_collection"
-        side = _entry(config, "patch_size")
-        return Qwen2VLVisionModel(of_layers, spec, side, pg_collection=pg_collection)
-    height, width, side = sizes_of(config)
-    if config.get("use_swiglu_ffn") or config.get("video_temporal_patch_size"):
-        raise CheckpointError(
-            "config.json describes gated layers or video, which are not supported"
-        )
-    return CLIPViTModel(
-        of_layers,
-        spec,
-        patch_dim=side,
-        img_h=height,
-        img_w=width,
-        model_subtype=subtype_of(config),
-        pg_collection=pg_collection,
-    )
-
-
-def encoder_on_meta(config: Config) -> Encoder:
-    """Build the encoder of ``config`` for one process, on the device "meta"."""
+def encoder_on_meta(run: RunConfig) -> CLIPViTModel | Qwen2VLVisionModel:
+    """Build the encoder of images of ``run`` for one process, on the device "meta"."""
+    vision = run.vision
+    encoder = image_encoder(run)
+    parts = encoder.layers, encoder.layer_spec
+    groups = groups_of_one_rank()
     with torch.device("meta"):
-        return build_encoder(config, groups_of_one_rank())
-
-
-def layers_of(config: Config, **changes: Any) -> TransformerConfig:
-    """Return the config of the encoder's layers, with ``changes``.  Raises CheckpointError."""
-    family = family_of(config)
-    config = {**config, **{n: _entry(config, theirs) for n, theirs in family.entries.items()}}
-    act = _entry(config, "hidden_act")
-    if act not in ACTIVATIONS:
-        raise CheckpointError(
-            f"config.json has hidden_act {act}: only {', '.join(ACTIVATIONS)} can be converted"
+        if vision.vision_model_type == "qwen2_vl":
+            return Qwen2VLVisionModel(*parts, vision.patch_dim, pg_collection=groups)
+        return CLIPViTModel(
+            *parts,
+            patch_dim=vision.patch_dim,
+            img_h=vision.img_h,
+            img_w=vision.img_w,
+            model_subtype=vision.vision_model_type,
+            pg_collection=groups,
         )
-    h = _entry(config, "hidden_size")
-    width = config.get("intermediate_size")
-    return TransformerConfig(
-        **{
-            "num_layers": _entry(config, "num_hidden_layers"),
-            "hidden_size": h,
-            "num_attention_heads": _entry(config, "num_attention_heads"),
-            "ffn_hidden_size": width or int(h * _entry(config, "mlp_ratio")),
-            "activation_func": ACTIVATIONS[act],
-            "bias_activation_fusion": False,  # it would replace GELU by its approximation
-            "layernorm_epsilon": config.get("layer_norm_eps", family.eps),
-            "normalization": _norm_of(config),
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
-            "qk_layernorm_full_width": bool(config.get("use_qk_norm")),
-            **changes,
-        }
-    )
-
-
-def subtype_of(config: Config) -> str:
-    """Return the encoder's --vision-model-type."""
-    subtype = family_of(config).subtype
-    is_small = subtype == "internvit" and _norm_of(config) == "LayerNorm"
-    return "internvit300M" if is_small else subtype
-
-
-def sizes_of(config: Config) -> tuple[int, int, int]:
-    """Return height and width of an image, and the side of a patch."""
-    (height, width), (side, other) = (
-        value if isinstance(value, list | tuple) else (value, value)
-        for value in (_entry(config, "image_size"), _entry(config, "patch_size"))
-    )
-    if side != other:
-        raise CheckpointError(f"config.json has patch_size {[side, other]}: give squares")
-    return height, width, side
-
-
-def _entry(config: Config, name: str) -> Any:
-    if name not in config:
-        raise CheckpointError(f"config.json has no {name}")
-    return config[name]
 
 
 def import_encoder(
-    model: Encoder, config: Config, weights: Mapping[str, LazyTensor]
+    family: EncoderFamily, model: nn.Module, config: Config, weights: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Return the complete tensors of ``model``, a model on one process, which may be on "meta".
+    """Return the complete tensors of ``model``, which may be on "meta", or a rank's shard of it.
 
     A bias that theirs lack is zero.  Raises CheckpointError for a tensor that is missing, has
     another shape, or has no counterpart.
     """
-    family = family_of(config)
+    heads = model.config
+    assert isinstance(heads, TransformerConfig), "an encoder has one"
     found: dict[str, LazyTensor] = {}
-    used: set[str] = set()
+    left = {name: t for name, t in weights.items() if not name.startswith(family.ignored)}
     for name, param in model.named_parameters():
         rule = family.rule(name)
-        used.update(rule.theirs)
         absent = family.absent(rule.theirs, config)
-        parts = [weights.get(each) for each in rule.theirs]
-        size = tuple(param.shape)
-        like = LazyTensor(name, param.dtype, size, param.detach)
-        for part, wanted in zip(parts, rule.split(like, model.config), strict=True):
-            if part is None and wanted.name not in absent:
+        size = info_of(param).global_shape
+        parts = []
+        for wanted in rule.split(LazyTensor(name, param.dtype, size, param.detach), heads):
+            if wanted.name in left:
+                part = left.pop(wanted.name)
+                # Theirs may have dimensions of 1 that ours lack.
+                is_equal = math.prod(part.shape) == math.prod(wanted.shape)
+                parts.append(reshaped(part, wanted.shape) if is_equal else part)
+            elif wanted.name in absent:
+                dtype = next(iter(weights.values())).dtype
+                parts.append(zeros(wanted.name, wanted.shape, dtype))
+            else:
                 raise CheckpointError(f"the encoder has no tensor {wanted.name}")
-            if part is not None and math.prod(part.shape) != math.prod(wanted.shape):
-                raise CheckpointError(
-                    f"{part.name} has shape {part.shape}, which does not fit {name} of shape {size}"
-                )
-        dtype = next((part.dtype for part in parts if part is not None), param.dtype)
-        blank = partial(torch.zeros, model.config.hidden_size, dtype=dtype)  # of a bias
-        makes = [blank if part is None else part.make for part in parts]
-        found[name] = LazyTensor(
-            name, dtype, size, partial(_joined, makes, rule, model.config, size)
-        )
-    left = [n for n in weights if n not in used and not n.startswith(family.ignored)]
+        found[name] = rule.join(name, parts, heads, size)
     if left:
-        raise CheckpointError(f"{left[0]} has no counterpart in a {family.subtype} encoder")
+        raise CheckpointError(f"{min(left)} has no counterpart in a {family.subtype} encoder")
     return found
 
 
-def _joined(
-    makes: Sequence[Callable[[], Tensor]],
-    rule: Rule,
-    config: TransformerConfig,
-    shape: tuple[int, ...],
-) -> Tensor:
-    return rule.to_ours([make() for make in makes], config).reshape(shape)
-
-
 def export_encoder(
-    model: Encoder, config: Config, tensors: Mapping[str, LazyTensor]
+    family: EncoderFamily,
+    heads: TransformerConfig,
+    config: Config,
+    tensors: Mapping[str, LazyTensor],
 ) -> list[LazyTensor]:
     """Return ``tensors``, complete ones under our names, under theirs.
 
-    Raises CheckpointError if theirs have no bias where ours is not zero.
+    ``heads``: the config of the encoder's layers.  Raises CheckpointError if theirs have no bias
+    where ours is not zero.
     """
-    family = family_of(config)
     out: list[LazyTensor] = []
     for name, tensor in tensors.items():
         rule = family.rule(name)
         absent = family.absent(rule.theirs, config)
-        for part in rule.split(tensor, model.config):
+        for part in rule.split(tensor, heads):
             if part.name not in absent:
                 out.append(reshaped(part, _SHAPES.get(part.name, tuple)(part.shape)))
             elif part.make().any():
                 raise CheckpointError(f"{name} is not zero, and their model has no {part.name}")
     return out
-
-
-def family_of(config: Config) -> EncoderFamily:
-    """Return the family of an encoder.  Raises CheckpointError."""
-    kind = config.get("model_type")
-    family = (FAMILIES | PARTS).get(str(kind))
-    if family is None:
-        raise CheckpointError(
-            f"config.json has model_type {kind}: only {', '.join(FAMILIES)} can be converted"
-        )
-    return family
-
-
-def _norm_of(config: Config) -> str:
-    names = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
-    return names[config.get("norm_type", "layer_norm")]

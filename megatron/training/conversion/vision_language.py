@@ -8,70 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.datasets.images import LLAVA_NEXT_GRIDS
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.models.vision.kinds import KINDS
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf
-from megatron.training.conversion.family import Config, Family
+from megatron.training.conversion.families.fields import demand
+from megatron.training.conversion.family import Config, Family, Field, Values, read_whole
 from megatron.training.conversion.lazy import reshaped, zeros
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
-from megatron.training.conversion.source import image_token
+from megatron.training.conversion.source import default_args, image_token, run_config
 from megatron.training.conversion.vision import (
-    ACTIVATIONS,
+    ENCODERS,
+    SIGLIP,
+    EncoderFamily,
     encoder_on_meta,
     export_encoder,
-    family_of,
     import_encoder,
-    layers_of,
-    sizes_of,
-    subtype_of,
 )
-from megatron.training.conversion.vision import FAMILIES as ENCODERS
 from megatron.training.models.encoders import encoder_config
 
-_OF_ENCODER = (
-    "activation_func add_bias_linear ffn_hidden_size gated_linear_unit hidden_size kv_channels "
-    "layernorm_epsilon normalization num_attention_heads num_layers num_query_groups "
-    "qk_layernorm qk_layernorm_full_width"
-).split()
-# Entries that folders omit if the class of `transformers` has this default.
+# Entries of the text that folders omit if the class of `transformers` has this default.
 _LLAMA: Config = {
     **{"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
     **{"num_attention_heads": 32, "max_position_embeddings": 2048, "vocab_size": 32000},
 }
-_CLIP: Config = {
-    **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
-    **{"num_attention_heads": 12, "image_size": 224, "hidden_act": "quick_gelu"},
-}
 _DEFAULTS: Mapping[str, Config] = {
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8},
-    "clip_vision_model": {**_CLIP, "patch_size": 32},
-    "siglip_vision_model": {
-        **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
-        **{"num_attention_heads": 12, "image_size": 224, "patch_size": 16},
-        **{"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
-    },
-    "internvl_vision": {
-        **{"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24},
-        **{"num_attention_heads": 16, "image_size": 448, "patch_size": 14},
-        **{"hidden_act": "gelu", "attention_bias": False},
-    },
-}
-
-
-_QWEN_ONLY: Config = {
-    **{"hidden_act": "quick_gelu", "spatial_merge_size": 2, "temporal_patch_size": 2},
-    "in_channels": 3,
-}
-_QWEN: Config = {
-    **{"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "num_heads": 16},
-    "patch_size": 14,
-    **_QWEN_ONLY,
 }
 
 
@@ -79,24 +46,62 @@ _QWEN: Config = {
 class VisionLanguageFamily:
     """Names and defaults of one family; ``projector``: our modules -> theirs.
 
-    ``merges_neighbours``: the projector reads 2 x 2 patches as one.  ``has_newline``: rows of tiles
-    end with an embedding (see `TileArrangement`).
+    ``fields``: conversions of config.json, without its parts, to flags and back.
     """
 
     model_type: str
     architecture: str
     projector: Mapping[str, str]
     text: str  # model_type of the language model, if config.json has none
-    images: str  # model_type of the encoder, if config.json has none
+    images: str  # model_type of the encoder, if config.json has none, a key of `ENCODERS`
     image_token: str = "image_token_index"  # noqa: S105  its entry in config.json
     feature_layer: int = -2
     is_tied: bool = False
-    merges_neighbours: bool = False
-    has_newline: bool = False
+    fields: tuple[Field, ...] = ()
     text_prefix: str = "language_model."  # of names in released folders, as the next
     images_prefix: str = "vision_tower."
-    reads_any_size: bool = False  # Qwen2-VL's encoder reads patches of images as they are
 
+
+def _read_strategy(config: Config) -> Values:
+    strategy = config.get("vision_feature_select_strategy", "default")
+    if strategy not in ("default", "full"):
+        raise CheckpointError(
+            f"config.json has vision_feature_select_strategy {strategy}: only default and full can "
+            "be converted"
+        )
+    return {"disable_vision_class_token": strategy == "default"}
+
+
+def _fields(*, merges_neighbours: bool = False) -> tuple[Field, ...]:
+    """Return the fields of LLaVA; ``merges_neighbours``: a projector reads 2 x 2 patches as one."""
+    fixed = {
+        "vision_projection_type": "mlp",
+        "pixel_shuffle": merges_neighbours,
+        "image_grid_pinpoints": (),
+    }
+    return (
+        Field(lambda config: fixed, lambda flags: {"vision_feature_layer": -1}),
+        Field(
+            _read_strategy,
+            lambda flags: {
+                "vision_feature_select_strategy": (
+                    "default" if flags.disable_vision_class_token else "full"
+                )
+            },
+        ),
+        demand(projector_hidden_act="gelu", multimodal_projector_bias=True),
+    )
+
+
+# Tiles of an image are arranged in rows (see `TileArrangement`).
+_GRIDS = Field(
+    lambda config: {
+        "image_grid_pinpoints": tuple(
+            side for pair in config.get("image_grid_pinpoints", LLAVA_NEXT_GRIDS) for side in pair
+        )
+    },
+    lambda flags: {"image_grid_pinpoints": list(map(list, flags.grids))},
+)
 
 _PROJECTOR = {
     f"vision_projection.encoder.linear_fc{n}": f"multi_modal_projector.linear_{n}" for n in (1, 2)
@@ -107,6 +112,7 @@ LLAVA = VisionLanguageFamily(
     projector=_PROJECTOR,
     text="llama",
     images="clip_vision_model",
+    fields=_fields(),
     images_prefix="vision_tower.vision_model.",
 )
 INTERNVL = VisionLanguageFamily(
@@ -118,13 +124,13 @@ INTERNVL = VisionLanguageFamily(
     image_token="image_token_id",  # noqa: S106
     feature_layer=-1,
     is_tied=True,
-    merges_neighbours=True,
+    fields=(*_fields(merges_neighbours=True), demand(downsample_ratio=0.5)),
 )
 LLAVA_NEXT = replace(
     LLAVA,
     model_type="llava_next",
     architecture="LlavaNextForConditionalGeneration",
-    has_newline=True,
+    fields=(*LLAVA.fields, _GRIDS),
 )
 QWEN2_VL = VisionLanguageFamily(
     model_type="qwen2_vl",
@@ -138,7 +144,6 @@ QWEN2_VL = VisionLanguageFamily(
     image_token="image_token_id",  # noqa: S106
     text_prefix="",
     images_prefix="visual.",
-    reads_any_size=True,
 )
 FAMILIES = {family.model_type: family for family in (LLAVA, LLAVA_NEXT, INTERNVL, QWEN2_VL)}
 
@@ -147,19 +152,20 @@ FAMILIES = {family.model_type: family for family in (LLAVA, LLAVA_NEXT, INTERNVL
 class VisionLanguageShape:
     """What a config.json of a vision-language model describes.
 
-    ``text_config``: config.json of the language model.  ``images``: that of the encoder, without
-    the last ``num_unused_layers`` layers, whose output nothing reads.
+    ``text_config`` and ``images``: config.json of the language model and of the encoder.
+    ``flags``: dest -> value, those of images, without the last ``num_unused_layers`` layers of the
+    encoder, whose output nothing reads.
     """
 
     family: VisionLanguageFamily
     text_family: Family
     text_config: Config
     text: ModelShape
+    encoder: EncoderFamily
     images: Config
+    flags: Values
     num_unused_layers: int
-    drops_class_token: bool
     image_token: int  # id of the token that stands for an embedding of an image
-    grids: tuple[int, ...] = ()  # heights and widths to which images are padded, as pairs
 
 
 def is_vision_language(config: Config) -> bool:
@@ -175,84 +181,64 @@ def shape_of_config(config: Config) -> VisionLanguageShape:
             f"config.json has model_type {config.get('model_type')}: the vision-language families "
             f"are {', '.join(FAMILIES)}"
         )
-    drops_class_token = False
-    num_unused = 0
-    if family.reads_any_size:  # released folders hold the entries of the text in config.json itself
+    return read_whole(family.architecture, lambda: _shape_of(family, config))
+
+
+def _shape_of(family: VisionLanguageFamily, config: Config) -> VisionLanguageShape:
+    images = _part(config, "vision_config")
+    if family is QWEN2_VL:  # released folders hold the entries of the text in config.json itself
         whole = {name: value for name, value in config.items() if name != "vision_config"}
         text = {**config.get("text_config", whole), "model_type": family.text}
-        images = {**_QWEN, **_part(config, "vision_config", family.images)}
-        images["model_type"] = family.images
-        _demand(images, "vision_config", _QWEN_ONLY)
+        encoder = ENCODERS[family.images]
     else:
-        text = _part(config, "text_config", family.text)
-        drops_class_token = _drops_class_token(config)
-        images = _images_of(config, family, drops_class_token)
-        num_layers = images["num_hidden_layers"]
-        images["num_hidden_layers"] = _num_used_layers(config, family, num_layers)
-        num_unused = num_layers - images["num_hidden_layers"]
-        _demand(config, "config.json", {"projector_hidden_act": "gelu"})
-        _demand(config, "config.json", {"multimodal_projector_bias": True})
-    if family.merges_neighbours:
-        _demand(config, "config.json", {"downsample_ratio": 0.5})
+        text = {"model_type": family.text, **_part(config, "text_config")}
+        text = {**_DEFAULTS.get(text["model_type"], {}), **text}
+        encoder = _encoder_of(images.get("model_type", family.images), family)
+    flags = dict(encoder.flags(images))
+    num_layers = flags["vision_num_layers"]
+    for each in family.fields:
+        flags |= each.read(config)
+    if flags.get("disable_vision_class_token") and encoder is SIGLIP:
+        raise CheckpointError(
+            "config.json has vision_feature_select_strategy default, which drops a class token, "
+            "and the encoder (siglip_vision_model) has none: only full can be converted"
+        )
+    if family is not QWEN2_VL:
+        flags["vision_num_layers"] = _num_used_layers(config, family, num_layers)
     tied = config.get("tie_word_embeddings", family.is_tied) or text.get("tie_word_embeddings")
     text["tie_word_embeddings"] = bool(tied)
     text_family = hf.family_of(text)
-    pairs = config.get("image_grid_pinpoints", LLAVA_NEXT_GRIDS) if family.has_newline else ()
     return VisionLanguageShape(
         family=family,
         text_family=text_family,
         text_config=text,
         text=text_family.shape(text),
+        encoder=encoder,
         images=images,
-        num_unused_layers=num_unused,
-        drops_class_token=drops_class_token,
+        flags=flags,
+        num_unused_layers=num_layers - flags["vision_num_layers"],
         image_token=config[family.image_token],
-        grids=tuple(side for pair in pairs for side in pair),
     )
 
 
-def _demand(config: Config, where: str, values: Config) -> None:
-    """Raise CheckpointError unless ``config`` has these values, the only ones, or none."""
-    for name, value in values.items():
-        if config.get(name, value) != value:
-            raise CheckpointError(
-                f"{where} has {name} {config[name]}: only {value} can be converted"
-            )
-
-
-def _images_of(config: Config, family: VisionLanguageFamily, drops_class_token: bool) -> JsonObject:
-    """Return the config.json of the encoder, all layers of it."""
-    images = _part(config, "vision_config", family.images)
-    name = images["model_type"]
-    if name not in ENCODERS:
-        raise CheckpointError(
-            f"vision_config has model_type {name}: the encoders of images are {', '.join(ENCODERS)}"
-        )
-    kind = KINDS.get(ENCODERS[name].subtype)
-    if name == "siglip_vision_model" and not family.merges_neighbours:
-        images["model_type"] = "siglip_without_norm"
-    elif kind is None or kind.has_norm_after:
-        raise CheckpointError(
-            f"vision_config has model_type {name}: {family.architecture} reads its features before "
-            "its last norm, which the encoder here applies; only clip_vision_model, "
-            "siglip_vision_model (not within InternVL) and internvl_vision can be converted within "
-            "a larger model"
-        )
-    if kind is not None and not kind.has_class_token and drops_class_token:
-        raise CheckpointError(
-            "config.json has vision_feature_select_strategy default, which drops a class token, "
-            f"and the encoder ({name}) has none: only full can be converted"
-        )
-    return images
-
-
-def _part(config: Config, name: str, model_type: str) -> JsonObject:
-    """Return the config.json of a part, completed by the defaults of its class."""
+def _part(config: Config, name: str) -> Config:
     part = config.get(name)
     if not isinstance(part, dict):
         raise CheckpointError(f"config.json has no {name}")
-    kind = str(part.get("model_type", model_type))
-    return {**_DEFAULTS.get(kind, {}), **part, "model_type": kind}
+    return part
+
+
+def _encoder_of(name: str, family: VisionLanguageFamily) -> EncoderFamily:
+    """Return the encoder with model_type ``name`` in vision_config."""
+    known = [each for each in ENCODERS if each != QWEN2_VL.images]
+    if family is INTERNVL:  # it reads features behind SigLIP's last norm
+        known.remove("siglip_vision_model")
+    if name not in known:
+        raise CheckpointError(
+            f"vision_config has model_type {name}: within {family.architecture}, only "
+            f"{', '.join(known)} can be converted"
+        )
+    return ENCODERS[name]
 
 
 def _num_used_layers(config: Config, family: VisionLanguageFamily, num_layers: int) -> int:
@@ -266,39 +252,9 @@ def _num_used_layers(config: Config, family: VisionLanguageFamily, num_layers: i
     return layer if layer > 0 else num_layers + 1 + layer
 
 
-def _drops_class_token(config: Config) -> bool:
-    strategy = config.get("vision_feature_select_strategy", "default")
-    if strategy not in ("default", "full"):
-        raise CheckpointError(
-            f"config.json has vision_feature_select_strategy {strategy}: only default and full can "
-            "be converted"
-        )
-    return bool(strategy == "default")
-
-
 def flags_of(shape: VisionLanguageShape) -> dict[str, object]:
     """Return the flags, dest -> value, that build the model."""
-    layers = layers_of(shape.images)
-    common: dict[str, object] = {
-        **args_of(shape.text),
-        "model_kind": "vlm",
-        "vision_num_layers": layers.num_layers,
-        "vision_hidden_size": layers.hidden_size,
-        "vision_ffn_hidden_size": layers.ffn_hidden_size,
-        "vision_num_attention_heads": layers.num_attention_heads,
-    }
-    if shape.family.reads_any_size:
-        return common | {"vision_model_type": "qwen2_vl", "patch_dim": shape.images["patch_size"]}
-    height, width, patch_dim = sizes_of(shape.images)
-    return {
-        **common,
-        "vision_model_type": subtype_of(shape.images),
-        **{"img_h": height, "img_w": width, "patch_dim": patch_dim},
-        "disable_vision_class_token": shape.drops_class_token,
-        "pixel_shuffle": shape.family.merges_neighbours,
-        "vision_projection_type": "mlp",
-        "image_grid_pinpoints": shape.grids,
-    }
+    return {**args_of(shape.text), "model_kind": "vlm", **shape.flags}
 
 
 def config_of(run: RunConfig, vocab_size: int, came_with: Config) -> JsonObject:
@@ -312,6 +268,14 @@ def config_of(run: RunConfig, vocab_size: int, came_with: Config) -> JsonObject:
             "the encoder has the layers of the language model, as without --vision-model-type: no "
             "Hugging Face family has such a model"
         )
+    layers = encoder_config(run)
+    heads = layers.num_attention_heads
+    if (layers.num_query_groups, layers.kv_channels) != (heads, layers.hidden_size // heads):
+        raise CheckpointError(
+            f"the encoder has {heads} heads of {layers.kv_channels} channels and "
+            f"{layers.num_query_groups} query groups, as the language model: no Hugging Face "
+            "family has such an encoder; train with --vision-num-attention-heads"
+        )
     config: JsonObject = {**came_with}
     if not is_vision_language(came_with) or _differences(came_with, run, vocab_size):
         config = _new_config(run, vocab_size)
@@ -324,7 +288,6 @@ def config_of(run: RunConfig, vocab_size: int, came_with: Config) -> JsonObject:
         config["text_config"] = {**config["text_config"], "vocab_size": vocab_size}
     else:  # a released Qwen2-VL
         config["vocab_size"] = vocab_size
-    check_encoder(shape_of_config(config), run)
     return config
 
 
@@ -348,61 +311,28 @@ def _text_of(config: RunConfig, vocab_size: int) -> ModelShape:
 
 def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
     """Return a config.json for the model that ``run`` builds, of the family it is nearest to."""
-    vision = run.vision
     layers = encoder_config(run)
+    sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+    own = {f"vision_{name}": getattr(layers, name) for name in sizes}
+    flags = SimpleNamespace(**{**vars(run.vision), "grids": run.vision.grids, **own})
     text = _text_of(run, vocab_size)
-    family = INTERNVL if vision.vision_model_type.startswith("internvit") else LLAVA
-    if vision.grids:
+    kind = run.vision.vision_model_type
+    name = next((n for n, e in ENCODERS.items() if kind.startswith(e.subtype)), LLAVA.images)
+    family = {INTERNVL.images: INTERNVL, QWEN2_VL.images: QWEN2_VL}.get(name, LLAVA)
+    if flags.grids:
         family = LLAVA_NEXT
-    more: JsonObject = {}
-    if vision.vision_model_type == "qwen2_vl":
-        family = QWEN2_VL
+    if family is QWEN2_VL:
         text_family = hf.family_of({"model_type": family.text})
-        assert layers.ffn_hidden_size is not None, "it is derived"
-        images: JsonObject = {
-            **_QWEN,
-            "model_type": family.images,
-            "depth": layers.num_layers,
-            "embed_dim": layers.hidden_size,
-            "hidden_size": text.hidden_size,
-            "mlp_ratio": layers.ffn_hidden_size // layers.hidden_size,
-            "num_heads": layers.num_attention_heads,
-            "patch_size": vision.patch_dim,
-        }
     else:
         text_family = hf.choose_family(text, None)
-        names = {function: name for name, function in ACTIVATIONS.items()}
-        images = {
-            "model_type": family.images,
-            "num_hidden_layers": layers.num_layers,
-            "hidden_size": layers.hidden_size,
-            "intermediate_size": layers.ffn_hidden_size,
-            "num_attention_heads": layers.num_attention_heads,
-            "hidden_act": names[layers.activation_func],
-            "layer_norm_eps": layers.layernorm_epsilon,
-            "image_size": vision.img_h,
-            "patch_size": vision.patch_dim,
-        }
-        drops_class_token = vision.disable_vision_class_token
-        more = {
-            "vision_feature_layer": -1,
-            "vision_feature_select_strategy": "default" if drops_class_token else "full",
-            "projector_hidden_act": "gelu",
-        }
-    if vision.vision_model_type == "siglip_without_norm":
-        images |= {"model_type": "siglip_vision_model", "vision_use_head": False}
-    if vision.grids:
-        more["image_grid_pinpoints"] = [list(grid) for grid in vision.grids]
-    if family is INTERNVL:
-        is_rms = layers.normalization == "RMSNorm"
-        images |= {
-            "norm_type": "rms_norm" if is_rms else "layer_norm",
-            "use_qk_norm": layers.qk_layernorm_full_width,
-            "attention_bias": True,
-            "image_size": [vision.img_h, vision.img_w],
-            "patch_size": [vision.patch_dim, vision.patch_dim],
-        }
-        more["downsample_ratio"] = 0.5
+    images: JsonObject = {"model_type": name}
+    whole: JsonObject = {}
+    for each in ENCODERS[name].fields:
+        images |= each.write(flags)
+    for each in family.fields:
+        whole |= each.write(flags)
+    if family is QWEN2_VL:
+        images["hidden_size"] = text.hidden_size  # of what the projector returns
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -410,22 +340,8 @@ def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
         "tie_word_embeddings": text.is_tied,
         "text_config": text_family.config(text),
         "vision_config": images,
-        **more,
+        **whole,
     }
-
-
-def check_encoder(shape: VisionLanguageShape, config: RunConfig) -> None:
-    """Raise CheckpointError unless the encoder that ``config`` builds is that of ``shape``."""
-    found = encoder_config(config)
-    wanted = layers_of(shape.images)
-    for name in _OF_ENCODER:
-        mine = getattr(found, name)
-        theirs = getattr(wanted, name)
-        if mine != theirs:
-            raise CheckpointError(
-                f"vision_config asks for {name} {theirs}, and --vision-model-type "
-                f"{config.vision.vision_model_type} has {mine}"
-            )
 
 
 _TEXT = "language_model."
@@ -475,7 +391,7 @@ def import_tensors(
     out = {f"{_OUR_TEXT}{name}": tensor for name, tensor in text.tensors.items()}
     unused = tuple(_unused_layers(shape))
     images = {name: t for name, t in parts[_IMAGES].items() if not name.startswith(unused)}
-    found = import_encoder(encoder_on_meta(shape.images), shape.images, images)
+    found = import_encoder(shape.encoder, encoder_on_meta(_run_of(shape)), shape.images, images)
     out |= {f"{_OUR_IMAGES}{name}": tensor for name, tensor in found.items()}
     left = parts[""]
     for ours, theirs in _projector_names(shape).items():
@@ -490,16 +406,22 @@ def import_tensors(
     return {name: replace(tensor, name=name) for name, tensor in out.items()}
 
 
+def _run_of(shape: VisionLanguageShape) -> RunConfig:
+    """Return a run of the model; which tokens there are makes no difference to its encoder."""
+    tokens = {"tokenizer_type": "NullTokenizer", "vocab_size": 1}
+    return run_config(default_args() | flags_of(shape) | tokens)
+
+
 def _unused_layers(shape: VisionLanguageShape) -> Iterator[str]:
     """Yield the prefixes of the encoder's layers whose output nothing reads."""
-    first = layers_of(shape.images).num_layers
+    first = shape.flags["vision_num_layers"]
     for number in range(first, first + shape.num_unused_layers):
-        yield family_of(shape.images).layer_prefix.format(number)
+        yield shape.encoder.layer_prefix.format(number)
 
 
 def _projector_names(shape: VisionLanguageShape) -> dict[str, str]:
     """Return our name -> theirs of each tensor of the projector, and of the newline."""
-    newline = {_NEWLINE: "image_newline"} if shape.family.has_newline else {}
+    newline = {_NEWLINE: "image_newline"} if _GRIDS in shape.family.fields else {}
     return newline | {
         f"{ours}.{kind}": f"{theirs}.{kind}"
         for ours, theirs in shape.family.projector.items()
@@ -523,7 +445,7 @@ def export_tensors(
         replace(tensor, name=shape.family.text_prefix + tensor.name)
         for tensor in hf.export_model(shape.text, text, shape.text_family)
     ]
-    found = export_encoder(encoder_on_meta(shape.images), shape.images, images)
+    found = export_encoder(shape.encoder, encoder_config(_run_of(shape)), shape.images, images)
     found += list(_blank(shape, found))
     out += [replace(tensor, name=shape.family.images_prefix + tensor.name) for tensor in found]
     names = _projector_names(shape)
@@ -554,8 +476,7 @@ def with_attention_bias(config: Config, tensors: Mapping[str, LazyTensor]) -> Js
 
 def _blank(shape: VisionLanguageShape, found: list[LazyTensor]) -> Iterator[LazyTensor]:
     """Yield zeros for the tensors that nothing reads."""
-    family = family_of(shape.images)
-    first = family.layer_prefix.format(0)
+    first = shape.encoder.layer_prefix.format(0)
     sizes: dict[str, Sequence[int]] = {}
     for layer in _unused_layers(shape):
         sizes |= {
@@ -564,10 +485,11 @@ def _blank(shape: VisionLanguageShape, found: list[LazyTensor]) -> Iterator[Lazy
             if tensor.name.startswith(first)
         }
     shapes = {tensor.name: tensor.shape for tensor in found}
-    sizes |= {name: shapes[like] for name, like in family.unread.items()}
-    if family.subtype == "siglip_without_norm":
+    sizes |= {name: shapes[like] for name, like in shape.encoder.unread.items()}
+    if shape.encoder is SIGLIP:
         has_head = shape.images.get("vision_use_head", True)
-        dims = {"h": shape.images["hidden_size"], "f": shape.images["intermediate_size"], "1": 1}
+        width, ffn = (shape.flags[f"vision_{name}"] for name in ("hidden_size", "ffn_hidden_size"))
+        dims = {"h": width, "f": ffn, "1": 1}
         dims["3h"] = 3 * dims["h"]
         for name, letters in _UNREAD_OF_SIGLIP.items():
             if has_head or not name.startswith("head."):

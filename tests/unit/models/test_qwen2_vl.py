@@ -20,10 +20,9 @@ from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.conversion.family import Config
-from megatron.training.conversion.vision import build_encoder
 from megatron.training.conversion.vision_language import QWEN2_VL, shape_of_config
 from tests.support import tolerances
-from tests.support.encoders import encoder_from_hf, encoder_to_hf
+from tests.support.encoders import built, encoder_from_hf, encoder_to_hf
 from tests.support.one_process import one_process_groups, one_rank, tiny_config
 from tests.support.ranks import run_ranks
 from tests.unit.models.test_mrope import IMAGE_TOKEN, ours, qwen
@@ -34,8 +33,9 @@ FRAMES = 2
 
 
 def images_config(model: Any) -> Config:
-    """Return config.json of the encoder of ``model`` as the converter completes it."""
-    return shape_of_config(model.config.to_dict()).images
+    """Return config.json of the encoder of ``model``."""
+    images: Config = model.config.to_dict()["vision_config"]
+    return images
 
 
 def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -51,7 +51,7 @@ def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, T
 def encoder(model: Any) -> tuple[Qwen2VLVisionModel, MultimodalProjector]:
     """Return our encoder and projector with the weights of ``model``."""
     config = images_config(model)
-    made = build_encoder(config, one_process_groups())
+    made = built(config, one_process_groups())
     assert isinstance(made, Qwen2VLVisionModel)
     source = made.config.hidden_size * config["spatial_merge_size"] ** 2
     width = TransformerConfig(
