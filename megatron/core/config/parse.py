@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import enum
+import math
+import operator
 import re
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 E = TypeVar("E", bound=enum.Enum)
 _MAX_ENTRIES = 100_000  # maximum length of a layer pattern
-_MAX_BRACKETS = 200  # in a layer pattern; bounds the recursion, three calls per bracket
 
 
 def strict_bool(text: str) -> bool:
@@ -53,57 +55,26 @@ def layer_frequency(text: str) -> int | tuple[int, ...]:
     """Parse an int, or a list expression of digits and ``[]()+*,`` such as ``([1]*3+[0])*2``."""
     if re.fullmatch(r"\d+", text):
         return int(text)
-    tokens = re.findall(r"\d+|[\[\]()+*,]|\S", text)
-    if sum(token in "([" for token in tokens) > _MAX_BRACKETS:
-        raise ValueError(f"a layer pattern has more than {_MAX_BRACKETS} brackets")
-    value, rest = _sum(tokens)
-    if rest or not isinstance(value, tuple):
-        raise ValueError(f"{text!r} is not an int or a list expression like ([1]*3+[0])*2")
+    try:
+        value = _evaluated(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, TypeError):
+        value = 0
+    if not isinstance(value, tuple):
+        raise ValueError("a layer pattern is an int or a list expression like ([1]*3+[0])*2")
     return value
 
 
-def _sum(tokens: list[str]) -> tuple[int | tuple[int, ...], list[str]]:
-    value, tokens = _product(tokens)
-    while tokens[:1] == ["+"]:
-        term, tokens = _product(tokens[1:])
-        value = value + term  # type: ignore[operator]
-    return value, tokens
-
-
-def _product(tokens: list[str]) -> tuple[int | tuple[int, ...], list[str]]:
-    value, tokens = _atom(tokens)
-    while tokens[:1] == ["*"]:
-        factor, tokens = _atom(tokens[1:])
-        if _size(value) * _size(factor) > _MAX_ENTRIES:
-            raise ValueError(f"a layer pattern has more than {_MAX_ENTRIES} entries")
-        value = value * factor  # type: ignore[operator]
-    return value, tokens
-
-
-def _size(value: int | tuple[int, ...]) -> int:
-    """Return the value of an int factor (number of repetitions), or the length of a list."""
-    return value if isinstance(value, int) else len(value)
-
-
-def _atom(tokens: list[str]) -> tuple[int | tuple[int, ...], list[str]]:
-    head, rest = (tokens[0], tokens[1:]) if tokens else ("", [])
-    if head.isdigit():
-        return int(head), rest
-    if head not in ("(", "["):
-        raise ValueError(f"unexpected {head!r} in a layer pattern")
-    closing = ")" if head == "(" else "]"
-    items: list[int | tuple[int, ...]] = []
-    while rest and rest[0] != closing:
-        item, rest = _sum(rest)
-        items.append(item)
-        if rest[:1] == [","]:
-            rest = rest[1:]
-    if not rest:
-        raise ValueError(f"a layer pattern misses its {closing!r}")
-    if head == "(":
-        if len(items) != 1:
-            raise ValueError("parentheses in a layer pattern hold one expression")
-        return items[0], rest[1:]
-    if not all(isinstance(i, int) for i in items):
-        raise ValueError("a list in a layer pattern holds ints")
-    return tuple(i for i in items if isinstance(i, int)), rest[1:]
+def _evaluated(node: ast.expr) -> Any:
+    """Return the int or tuple of ints that numbers, lists of them, + and * give; else TypeError."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        return tuple(operator.index(_evaluated(item)) for item in node.elts)
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add | ast.Mult):
+        raise TypeError(f"{type(node).__name__} in a layer pattern")
+    left, right = _evaluated(node.left), _evaluated(node.right)
+    is_sum = isinstance(node.op, ast.Add)
+    sizes = [value if isinstance(value, int) else len(value) for value in (left, right)]
+    if not is_sum and math.prod(sizes) > _MAX_ENTRIES:
+        raise ValueError(f"a layer pattern has more than {_MAX_ENTRIES} entries")
+    return left + right if is_sum else left * right

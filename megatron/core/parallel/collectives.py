@@ -1,7 +1,4 @@
-"""Collectives on one tensor, without torch's Python code around them, and on small JSON values.
-
-torch.distributed examines the arguments of each call, which takes 2 us of the host: a layer with
-tensor and sequence parallelism runs ten of these collectives per micro-batch.
+"""Collectives on one tensor, under the names of torch 2.13, and on small JSON values.
 
 Values are sent as JSON, never as pickles.  Their ``group`` None is a world of one: nothing is sent.
 Each function that takes a group is collective over it, except `rank_in` and `on_wire`.  A tuple in
@@ -17,75 +14,23 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 
-_Operation = dist.ReduceOp | dist.ReduceOp.RedOpType
 # torch 2.11 has only the old names, which torch 2.13 deprecates with a warning.
-_IS_NEW = hasattr(ProcessGroup, "all_gather_single")
-_gather_in_torch = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
-_scatter_in_torch = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
-_is_compiling = torch.compiler.is_compiling
-_SUM = dist.ReduceOp.SUM
+all_gather_single: Callable[..., dist.Work] = vars(dist).get(
+    "all_gather_single", dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., dist.Work] = vars(dist).get(
+    "reduce_scatter_single", dist.reduce_scatter_tensor
+)
 
 
-def _gather_options(async_op: bool) -> AllgatherOptions:
-    options = AllgatherOptions()
-    options.asyncOp = async_op
-    return options
-
-
-def _scatter_options(op: _Operation, async_op: bool) -> dist.ReduceScatterOptions:
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = op  # type: ignore[assignment]
-    options.asyncOp = async_op
-    return options
-
-
-# By ``async_op``: backends only read them.
-_GATHER = {is_async: _gather_options(is_async) for is_async in (False, True)}
-_SCATTER = {is_async: _scatter_options(_SUM, is_async) for is_async in (False, True)}
-
-
-def all_gather_single(
-    output: Tensor, input: Tensor, /, *, group: ProcessGroup, async_op: bool = False
-) -> dist.Work:
-    """Concatenate ``input`` of every rank in ``output``; the caller waits if ``async_op``."""
-    if _is_compiling():  # torch.compile knows torch's function
-        work: dist.Work = _gather_in_torch(output, input, group=group, async_op=async_op)
-        return work
-    method = group.all_gather_single if _IS_NEW else group._allgather_base
-    return _begun(method(output, input, _GATHER[async_op]), async_op)
-
-
-def reduce_scatter_single(
-    output: Tensor,
-    input: Tensor,
-    /,
-    *,
-    op: _Operation = _SUM,
-    group: ProcessGroup,
-    async_op: bool = False,
-) -> dist.Work:
-    """Reduce ``input`` and keep this rank's part; the caller waits if ``async_op``."""
-    if _is_compiling():
-        work: dist.Work = _scatter_in_torch(output, input, op=op, group=group, async_op=async_op)
-        return work
-    options = _SCATTER[async_op] if op is _SUM else _scatter_options(op, async_op)
-    method = group.reduce_scatter_single if _IS_NEW else group._reduce_scatter_base
-    return _begun(method(output, input, options), async_op)
-
-
-def _begun(work: dist.Work, async_op: bool) -> dist.Work:
-    if not async_op and work is not None:  # some backends do not wait themselves
-        work.wait()
-    return work
-
-
-def all_reduce_over(tensor: Tensor, *groups: ProcessGroup, op: _Operation = _SUM) -> Tensor:
+def all_reduce_over(
+    tensor: Tensor, *groups: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
     """Reduce ``tensor`` in place over each of ``groups``, one after the other; return it."""
     for group in groups:
         if group.size() > 1:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.packed_seq_params import PackedBounds
-from megatron.core.transformer.attention_masks import VisibleKeys, Window
+from megatron.core.transformer.attention_masks import VisibleKeys, Window, band
 
 _aten = torch.ops.aten
 SavedDropout = tuple[Tensor, ...]  # dropout state from forward that backward needs; may be empty
@@ -98,10 +98,7 @@ class ScoreRule:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCall:
-    """The inputs of one block.
-
-    Only the plain kernel supports a mask or a bias, only a kernel with ``takes_windows`` a window.
-    """
+    """The inputs of one block; only the plain kernel supports a mask or a bias."""
 
     q: Tensor  # [b, n, q, d]
     k: Tensor  # [b, g, k, d]
@@ -125,7 +122,7 @@ class BlockKernel(NamedTuple):
 
     forward: Callable[[BlockCall], tuple[Tensor, Tensor, SavedDropout]]
     backward: Callable[[BlockCall, Tensor, Tensor, Tensor, SavedDropout], QKV]
-    takes_windows: bool = False
+    takes_windows: bool = False  # without computing the scores outside
 
 
 def block_kernel(name: str) -> BlockKernel:
@@ -152,6 +149,9 @@ def _scores(call: BlockCall, q: Tensor, k: Tensor) -> Tensor:
     if call.is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
         scores = scores.masked_fill(later, -math.inf)
+    if call.window is not None:
+        seen = band(*scores.shape[-2:], *call.window, q.device)
+        scores = scores.masked_fill(~seen, -math.inf)
     return scores if call.visible is None else scores.masked_fill(~call.visible, -math.inf)
 
 

@@ -69,7 +69,7 @@ from megatron.core.transformer.attention_blocks import (
     ScoreRule,
     wide,
 )
-from megatron.core.transformer.attention_masks import Window, band_at
+from megatron.core.transformer.attention_masks import Window
 
 _QUERIES = 128  # minimum number of queries per block with a sliding window
 
@@ -125,17 +125,15 @@ class RingPlan:
         Blocks in which no query attends to a key are left out.
         """
         source = (self.ring.rank - step) % self.ring.size
-        hidden = self.context.hidden
-        bias = self.context.bias
-        for block, window in self._blocks(source):
+        where = self.lengths, self.ring.rank, source, self.ring.size
+        blocks: Iterable[tuple[Block, Window | None]]
+        if self.window is None:
+            blocks = ((block, None) for block in blocks_of(*where, self.context.is_causal))
+        else:
+            blocks = _bands(*where, self.window, self.kernel.takes_windows)
+        hidden, bias = self.context.hidden, self.context.bias
+        for block, window in blocks:
             keys = held_tokens(self.lengths, source, self.ring.size, q.device)[block.keys]
-            visible = None
-            if self.window is not None and window is None:
-                mine = held_tokens(self.lengths, self.ring.rank, self.ring.size, keys.device)
-                visible = band_at(mine[block.queries], keys, *self.window)
-            if hidden is not None:
-                shown = ~hidden[..., block.queries, :][..., keys]
-                visible = shown if visible is None else visible & shown
             yield (
                 block,
                 BlockCall(
@@ -145,70 +143,40 @@ class RingPlan:
                     rule=self.rule,
                     is_causal=block.is_causal,
                     window=window,
-                    visible=visible,
+                    visible=None if hidden is None else ~hidden[..., block.queries, :][..., keys],
                     bias=None if bias is None else bias[..., block.queries, :][..., keys],
                 ),
             )
 
-    def _blocks(self, source: int) -> Iterable[tuple[Block, Window | None]]:
-        """Return the blocks with the keys of rank ``source``, and windows for the kernel."""
-        where = self.lengths, self.ring.rank, source, self.ring.size
-        if self.window is None:
-            blocks = blocks_of(*where, self.context.is_causal)
-        elif self.kernel.takes_windows:
-            return _bands(*where, self.window)
-        else:
-            blocks = _in_window(where, self.context.is_causal, self.window)
-        return ((block, None) for block in blocks)
-
-
-@lru_cache(maxsize=256)
-def _in_window(
-    where: tuple[tuple[int, ...], int, int, int], is_causal: bool, window: Window
-) -> tuple[Block, ...]:
-    """Split `blocks_of` into blocks of queries with the range of keys inside their window.
-
-    A block has as many queries as the window has keys, but at least `_QUERIES`: shorter blocks
-    would read the same keys more often, longer ones compute more scores outside the window.
-    """
-    (lengths, rank, source, size), (left, right), parts = where, window, []
-    for block in blocks_of(lengths, rank, source, size, is_causal):
-        start, first = block.queries.start, block.keys.start
-        theirs = held_tokens(lengths, source, size)[block.keys]
-        mine = held_tokens(lengths, rank, size)[block.queries]
-        for queries in mine.split(max(_QUERIES, left + 1)):
-            low = 0 if left < 0 else int((theirs < queries[0] - left).sum())
-            high = len(theirs) if right < 0 else int((theirs <= queries[-1] + right).sum())
-            rows, keys = slice(start, start + len(queries)), slice(first + low, first + high)
-            if low < high:
-                parts.append(Block(rows, keys, is_causal=False))
-            start = rows.stop
-    return tuple(parts)
-
 
 @lru_cache(maxsize=256)
 def _bands(
-    lengths: tuple[int, ...], rank: int, source: int, size: int, window: Window
+    lengths: tuple[int, ...], rank: int, source: int, size: int, window: Window, skips_keys: bool
 ) -> tuple[tuple[Block, Window], ...]:
-    """Return a block for each pair of spans with a visible key, and its window.
+    """Return blocks for each pair of spans with a visible key, and the window of each block.
 
     A block has contiguous positions, and each of its queries attends to a key.  The kernel places
-    the last query of a block at its last key; its window is moved by their distance.
+    the last query of a block at its last key; its window is moved by their distance.  Unless the
+    kernel ``skips_keys`` outside the window, a block has as many queries as the window has keys,
+    but at least `_QUERIES`: shorter blocks would read the same keys more often, longer ones compute
+    more scores outside the window.
     """
     left, right = (sum(lengths) if side < 0 else side for side in window)
+    at_once = sum(lengths) if skips_keys else max(_QUERIES, window[0] + 1)
     parts = []
     for q_offset, mine in _with_local_offset(lengths, rank, size):
         for k_offset, theirs in _with_local_offset(lengths, source, size):
-            q_start = max(mine.start, theirs.start - right)
-            q_stop = min(mine.stop, theirs.stop + left)
-            k_start = max(theirs.start, mine.start - left)
-            k_stop = min(theirs.stop, mine.stop + right)
-            if mine.first != theirs.first or q_start >= q_stop:
+            if mine.first != theirs.first:
                 continue
-            queries = slice(q_start + q_offset, q_stop + q_offset)
-            keys = slice(k_start + k_offset, k_stop + k_offset)
-            moved = left - (q_stop - k_stop), right + (q_stop - k_stop)
-            parts.append((Block(queries, keys, is_causal=False), moved))
+            end = min(mine.stop, theirs.stop + left)
+            for q_start in range(max(mine.start, theirs.start - right), end, at_once):
+                q_stop = min(q_start + at_once, end)
+                k_start = max(theirs.start, q_start - left)
+                k_stop = min(theirs.stop, q_stop + right)
+                queries = slice(q_start + q_offset, q_stop + q_offset)
+                keys = slice(k_start + k_offset, k_stop + k_offset)
+                moved = left - (q_stop - k_stop), right + (q_stop - k_stop)
+                parts.append((Block(queries, keys, is_causal=False), moved))
     return tuple(parts)
 
 

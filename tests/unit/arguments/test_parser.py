@@ -33,7 +33,7 @@ def test_every_mistake_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -
         "--optimizer adma: not one of adam, sgd, lion, muon, dist_muon (did you mean adam?)",
         "--timing-log-level 4: not one of 0, 1, 2",
         "--attention-backend flush: not one of flash, fused, unfused, local, auto",
-        "--no-rope-freq [1: a layer pattern misses its ']'",
+        "--no-rope-freq [1: a layer pattern is an int or a list expression like ([1]*3+[0])*2",
         "--window-size 3: give two integers such as 128,0",
         "--hidden-sise is not a flag: did you mean --hidden-size?",
         "'stray' belongs to no flag",
@@ -156,19 +156,12 @@ def test_layer_patterns_are_evaluated(text: str, value: int | tuple[int, ...]) -
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("__import__('os')", "unexpected '_' in a layer pattern"),
-        ("[1]+", "unexpected '' in a layer pattern"),
-        ("([1],[0])", "parentheses in a layer pattern hold one expression"),
-        ("[[1]]", "a list in a layer pattern holds ints"),
-        ("1+1", "'1+1' is not an int or a list expression like ([1]*3+[0])*2"),
-    ],
+    "text",
+    ["__import__('os')", "[1]+", "([1],[0])", "[[1]]", "1+1", "[1]+1", "[1]**2", "[1,0][0]", "[1"],
 )
-def test_other_expressions_are_refused(text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=".") as error:
+def test_other_expressions_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="^a layer pattern is an int or a list expression like"):
         layer_frequency(text)
-    assert str(error.value) == reason
 
 
 def test_spellings_that_scripts_of_megatron_lm_send_are_accepted() -> None:

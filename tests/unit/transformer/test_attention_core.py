@@ -131,7 +131,7 @@ def test_a_sink_is_a_key_without_a_value(
     kind: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(context_parallel, "_QUERIES", 3)  # a window in parts
-    context_parallel._in_window.cache_clear()
+    context_parallel._bands.cache_clear()
     options, call, seen = CASES[case]
     config = tiny_config(softmax_type=kind, params_dtype=torch.float64, **options)
     core = DotProductAttention(config, layer_number=3)

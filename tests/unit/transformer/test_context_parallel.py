@@ -18,7 +18,7 @@ from megatron.core.parallel.context_parallel_partition import (
     order_of_gathered,
     sequence_divisor,
 )
-from megatron.core.transformer import attention_blocks
+from megatron.core.transformer import attention_blocks, context_parallel
 from megatron.core.transformer.attention_blocks import BlockCall, BlockKernel, ScoreRule
 from megatron.core.transformer.attention_masks import band
 from megatron.core.transformer.context_parallel import (
@@ -92,16 +92,23 @@ def test_blocks_cover_what_a_query_sees_once_and_are_equal_work(
 @pytest.mark.parametrize("window", [(5, 0), (0, 0), (3, 2), (-1, 0), (-1, 3), (40, 0)])
 @pytest.mark.parametrize("lengths", [(16,), (8, 24)])
 @pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("skips_keys", [True, False])
 def test_bands_cover_the_window_of_a_query_once_and_leave_no_query_without_a_key(
-    size: int, lengths: tuple[int, ...], window: tuple[int, int]
+    skips_keys: bool,
+    size: int,
+    lengths: tuple[int, ...],
+    window: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(context_parallel, "_QUERIES", 3)  # without skipped keys: in parts
+    _bands.cache_clear()
     total = sum(lengths)
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     expected = (document[:, None] == document) & band(total, total, *window, document.device)
     met = torch.zeros(total, total)
     for rank in range(size):
         for source in range(size):
-            for block, moved in _bands(lengths, rank, source, size, window):
+            for block, moved in _bands(lengths, rank, source, size, window, skips_keys):
                 queries = held_tokens(lengths, rank, size)[block.queries]
                 keys = held_tokens(lengths, source, size)[block.keys]
                 assert min(moved) >= 0, "a negative side has another meaning for the kernel"

@@ -22,8 +22,8 @@ from megatron.core.tensor_parallel.mappings import through
 from megatron.core.transformer.moe.routing import RoutingResult
 from megatron.core.transformer.moe.token_dispatcher import (
     DispatchedTokens,
-    FlexDispatcher,
     Meanwhile,
+    TokenDispatcher,
     sorted_here,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -44,7 +44,7 @@ def unsupported_reason(config: TransformerConfig, device: torch.device) -> str |
     return why_missing(PACKAGE)
 
 
-class DeepEPDispatcher(FlexDispatcher):
+class DeepEPDispatcher(TokenDispatcher):
     """Dispatcher that uses DeepEP's dispatch and combine.  Collective over tp_ep."""
 
     def __init__(self, num_experts: int, groups: ProcessGroupCollection, num_sms: int) -> None:
@@ -54,8 +54,6 @@ class DeepEPDispatcher(FlexDispatcher):
     def dispatch(
         self, x: Tensor, routing: RoutingResult, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
-        if self.tp_ep.size() == 1:
-            return super().dispatch(x, routing, meanwhile)
         buffer = _buffer_of(self.tp_ep, x.shape[1] * x.element_size(), self.num_sms)
         copies = self.expt_tp.size()
         # DeepEP assumes that a rank holds complete experts: with expert tensor parallelism, each

@@ -6,7 +6,7 @@ same experts, and each needs all tokens of these experts.  ``n`` tokens of width
 
     allgather  all-gather of all tokens over tp_ep; reduce-scatter of all results
     alltoall   all-to-all over ep, then over expt_tp; back in reverse, adding the shards' results
-    flex       one all-to-all over tp_ep; one back, adding the shards' results
+    flex       as alltoall, unless DeepEP dispatches (`deep_ep`)
 
 Order of collectives: all dispatchers first all-gather the row counts over tp_ep if they need them
 (the host waits for this once per layer, since all-to-all sizes are host integers).  An all-to-all
@@ -247,24 +247,13 @@ class AllToAllDispatcher(TokenDispatcher):
             [sum(rows[expert] for rows in row_counts[share::copies]) for expert in mine]
             for share in range(copies)
         ]
-        return _sent(arrived, self.expt_tp, held, meanwhile, num_blocks=1)
-
-
-class FlexDispatcher(TokenDispatcher):
-    """One all-to-all over tp_ep to all ranks with shards of the expert."""
-
-    def dispatch(
-        self, x: Tensor, routing: RoutingResult, meanwhile: Meanwhile | None = None
-    ) -> DispatchedTokens:
-        row_counts = self.count_rows(routing, self.tp_ep)
-        arrived = sorted_here(x, routing, row_counts[self.tp_ep.rank()])
-        return _sent(arrived, self.tp_ep, row_counts, meanwhile, num_blocks=self.ep.size())
+        return _sent(arrived, self.expt_tp, held, meanwhile, to_all=True)
 
 
 DISPATCHERS: dict[str, type[TokenDispatcher]] = {
     "allgather": AllGatherDispatcher,
     "alltoall": AllToAllDispatcher,
-    "flex": FlexDispatcher,
+    "flex": AllToAllDispatcher,
 }
 
 
@@ -306,40 +295,33 @@ def _sent(
     row_counts: list[list[int]],
     meanwhile: Meanwhile | None,
     *,
-    num_blocks: int | None = None,
+    to_all: bool = False,
 ) -> DispatchedTokens:
-    """Split rows by expert into ``num_blocks`` blocks; all-to-all each to the ranks computing it.
+    """Send rows to the ranks that compute them; ``row_counts``: for each rank of ``group``.
 
-    ``row_counts``: for each rank of ``group``.  The default is one block per rank.  With fewer
-    blocks than ranks, consecutive ranks compute the same block, and each receives all its rows.
+    Ranks hold consecutive experts and receive the rows of these, or ``to_all``: each rank computes
+    with all experts and receives all rows.
     """
     size, counts, where = group.size(), arrived.counts, arrived.rows.device
     if size == 1:
         return arrived
-    num_blocks = num_blocks or size
-    num_local, copies = len(counts) // num_blocks, size // num_blocks
-    first = group.rank() // copies * num_local
+    num_local = len(counts) if to_all else len(counts) // size
+    first = 0 if to_all else group.rank() * num_local
     coming = [row[first : first + num_local] for row in row_counts]  # [source rank][local expert]
-    blocks = [sum(counts[i : i + num_local]) for i in range(0, len(counts), num_local)]
-    sending = [rows for rows in blocks for _ in range(copies)]
+    sending = [sum(counts[i : i + num_local]) for i in range(0, len(counts), num_local)]
+    sending *= size if to_all else 1
     receiving = [sum(row) for row in coming]
-    doubled: Order | None = None
-    if copies > 1:
-        block = _repeated(range(num_blocks), blocks, where)
-        # Visits to (block, copy), numbered so that sorting lays them out as they are sent.
-        visits = block.unsqueeze(1) * copies + torch.arange(copies, device=where)
-        doubled = by_expert(visits, highest=num_blocks * copies - 1)
     # Received rows are sorted by source rank, then by expert; sort them by expert alone.
     by_source = _repeated([*range(num_local)] * size, sum(coming, []), where)
     sorting = by_expert(by_source.unsqueeze(1), highest=num_local - 1)
 
     def back(rows: Tensor) -> Tensor:
         (rows,) = _AllToAll.apply([_Flight(receiving, sending, group)], combine(rows, sorting))
-        return arrived.back(rows if doubled is None else combine(rows, doubled))
+        return arrived.back(rows.unflatten(0, (size, -1)).sum(0) if to_all else rows)
 
     weights, rows = arrived.weights.unsqueeze(1), arrived.rows
-    if doubled is not None:
-        weights, rows = expand(weights, doubled), expand(rows, doubled)
+    if to_all:
+        weights, rows = weights.repeat(size, 1), rows.repeat(size, 1)
     flight_of_weights, flight = (_Flight(sending, receiving, group) for _ in range(2))
     if meanwhile is None:
         weights, rows = _AllToAll.apply([flight_of_weights, flight], weights, rows)
