@@ -18,8 +18,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from megatron.core.inference.paged_engine.sampler import Sampler
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Admission, Segment, StepPlan
-from megatron.core.inference.sampling.sampler import Sampler
 
 _SHAPES = [(64, 50304), (1, 131072)]
 _TEXT = tuple(range(1000))  # what penalties look at

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions.small_linear import small_linear
-from megatron.core.inference.sampling.sampler import log_probs_of
+from megatron.core.inference.paged_engine.sampler import log_probs_of
 from tests.support import tolerances
 
 

@@ -146,7 +146,7 @@ class EngineLoop:
     def _step(self) -> None:
         outputs = self._engine.step()
         self._open.difference_update(o.request_id for o in outputs if o.finish_reason is not None)
-        lines = (encode("output", id=o.request_id, item=o.to_json()) for o in outputs)
+        lines = (encode("output", id=o.request_id, item=o) for o in outputs)
         self._connection.sendall(b"".join(lines))
 
     def _handle(self, message: dict[str, Any]) -> None:

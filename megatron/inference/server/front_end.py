@@ -25,11 +25,9 @@ from megatron.core.optional import require
 from megatron.inference.server.app import FrontEnd
 from megatron.inference.server.chat_images import ImageFiles
 from megatron.inference.server.engine_link import MAX_BYTES, EngineClient, EngineDied
-from megatron.inference.server.generation import Service
+from megatron.inference.server.generation import Metrics, Service
 from megatron.inference.server.http import IdleConnections, Protocol, is_loopback
-from megatron.inference.server.metrics import Metrics
-from megatron.inference.server.model import Model
-from megatron.inference.server.workers import ChatTemplate
+from megatron.inference.server.model import ChatTemplate, Model
 from megatron.training.process.user_code import problems_of_imports
 from megatron.training.tokenizer.multimodal_tokenizer import MultimodalTokenizer
 from megatron.training.tokenizer.sft_tokenizer import SFTTokenizer

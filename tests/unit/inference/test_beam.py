@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from megatron.core.inference.paged_engine.beam import BeamSearch
 from megatron.core.inference.paged_engine.request import BeamParams, Request, RequestError
-from megatron.core.inference.paged_engine.request_state import RequestState
+from megatron.core.inference.paged_engine.request_state import BeamSearch, RequestState
 from megatron.core.inference.paged_engine.scheduler import EngineLimits
 from tests.support.engine_lanes import LIMITS, Lanes, make_request, random_request
 from tests.support.engine_simulation import (

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.config.errors import LaunchError
-from megatron.core.inference.paged_engine.control import ControlChannel
+from megatron.core.inference.paged_engine.step_plan import ControlChannel
 from tests.support.ranks import run_ranks
 
 

@@ -16,6 +16,7 @@ import torch
 
 from megatron.core.inference.grammar import GrammarMatcher, Grammars
 from megatron.core.inference.paged_engine.request import QueueFullError, RequestError
+from megatron.core.inference.paged_engine.sampler import Sampler
 from megatron.core.inference.paged_engine.step_plan import (
     NO_TOKEN,
     SAMPLE,
@@ -23,7 +24,6 @@ from megatron.core.inference.paged_engine.step_plan import (
     Segment,
     StepPlan,
 )
-from megatron.core.inference.sampling.sampler import Sampler
 from tests.unit.inference.test_sampler import CPU
 
 pytest.importorskip("llguidance")

@@ -19,7 +19,7 @@ from megatron.core.config.errors import DataError
 from megatron.core.datasets.images import ImageSettings
 from megatron.core.limited_processes import LimitedProcesses
 from megatron.inference.server.fields import ApiError
-from megatron.inference.server.workers import (
+from megatron.inference.server.model import (
     ChatTemplate,
     LimitedImageProcessor,
     render_templates,

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.inference.sampling.choice import Blocks, Scale, choose, exponentials, row_keys
+from megatron.core.inference.paged_engine.choice import (
+    Blocks,
+    Scale,
+    choose,
+    exponentials,
+    row_keys,
+)
 
 
 def keys(seeds: list[int], positions: list[int]) -> Tensor:

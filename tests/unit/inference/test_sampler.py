@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.inference.paged_engine.choice import exponentials, row_keys
+from megatron.core.inference.paged_engine.sampler import Sampler, log_probs_of
 from megatron.core.inference.paged_engine.step_plan import (
     NO_TOKEN,
     SAMPLE,
@@ -20,8 +22,6 @@ from megatron.core.inference.paged_engine.step_plan import (
     StepOutput,
     StepPlan,
 )
-from megatron.core.inference.sampling.choice import exponentials, row_keys
-from megatron.core.inference.sampling.sampler import Sampler, log_probs_of
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.support.one_process import one_rank
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.inference.paged_engine.choice import Blocks, scale_of
+from megatron.core.inference.paged_engine.sampler import Sampler
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Admission, Segment, StepPlan
-from megatron.core.inference.sampling.choice import Blocks, scale_of
-from megatron.core.inference.sampling.sampler import Sampler
 from tests.support import selection
 from tests.unit.inference.test_sampler import CPU
 

@@ -36,9 +36,8 @@ from megatron.inference.server.engine_link import (
 )
 from megatron.inference.server.fields import ApiError, Fields, as_api_error, parse_json
 from megatron.inference.server.front_end import watch_engine
-from megatron.inference.server.generation import Generation, GenerationRequest
+from megatron.inference.server.generation import Generation, GenerationRequest, Metrics
 from megatron.inference.server.megatron_api import answer_api
-from megatron.inference.server.metrics import Metrics
 from megatron.inference.server.model import Model
 from megatron.inference.server.openai_api import CompletionRequest, log_prob_table
 from megatron.inference.server.openai_fields import ToolCallParser, read_tools
@@ -83,7 +82,7 @@ def test_an_output_is_the_same_on_the_other_side():
         RequestOutput("a", (token,), (token, token), "stop", 5, 2, "why", (beam,)),
         RequestOutput("b"),
     ):
-        line = engine_link.encode("output", item=output.to_json())
+        line = engine_link.encode("output", item=output)
         assert RequestOutput.from_json(json.loads(line)["item"]) == output
 
 
@@ -163,7 +162,7 @@ def test_tokens_are_kept_for_answers_that_have_them(keeps_tokens):
         )
         begun = asyncio.create_task(generation.start())
         await asyncio.sleep(0)
-        client._dispatch({"type": "output", "id": request_id, "item": output.to_json()})
+        client._dispatch({"type": "output", "id": request_id, "item": output})
         client._dispatch({"type": "accepted", "id": request_id})
         await begun
         async for _ in generation.deltas():

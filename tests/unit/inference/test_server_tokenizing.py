@@ -13,9 +13,8 @@ pytest.importorskip("starlette")
 
 from megatron.inference.server.engine_link import EngineInfo
 from megatron.inference.server.fields import ApiError, Fields
-from megatron.inference.server.model import Model
+from megatron.inference.server.model import LimitedTokenizer, Model
 from megatron.inference.server.openai_api import read_prompts
-from megatron.inference.server.workers import LimitedTokenizer
 from megatron.training.tokenizer import TokenizerSpec
 
 SPEC = vars(TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=99))

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.inference.paged_engine.cache import BatchView, PagedCache, SlotPositions
+from megatron.core.inference.paged_engine.sampler import Sampler, upload
 from megatron.core.inference.paged_engine.step_plan import (
     NO_INTEGERS,
     NO_TOKEN,
@@ -35,7 +36,6 @@ from megatron.core.inference.paged_engine.step_plan import (
     StepPlan,
     idle_segment,
 )
-from megatron.core.inference.sampling.sampler import Sampler, upload
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 

@@ -26,7 +26,6 @@ from megatron.core.device import cpu_kernels
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
 from megatron.core.inference.grammar import GrammarMatcher
 from megatron.core.inference.paged_engine.cache import PagedCache
-from megatron.core.inference.paged_engine.control import ControlChannel
 from megatron.core.inference.paged_engine.options import EngineLimits
 from megatron.core.inference.paged_engine.options import EngineOptions as EngineOptions
 from megatron.core.inference.paged_engine.pages import PagePool
@@ -43,6 +42,7 @@ from megatron.core.inference.paged_engine.runner import GenerationModel, ModelRu
 from megatron.core.inference.paged_engine.scheduler import RequestScheduler
 from megatron.core.inference.paged_engine.step_plan import (
     Admission,
+    ControlChannel,
     Integers,
     StepOutput,
     StepPlan,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -139,8 +139,7 @@ class TokenOutput(NamedTuple):  # one for each token: quicker to make than a dat
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class Beam:
+class Beam(NamedTuple):
     """A text that beam search has found, with the token that ended it, if any."""
 
     tokens: tuple[TokenOutput, ...]
@@ -168,31 +167,16 @@ class RequestOutput(NamedTuple):
     beams: tuple[Beam, ...] = ()
     error_param: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields that have not their defaults, as JSON values."""
-        defaults = self._field_defaults
-        found = {k: v for k, v in self._asdict().items() if v != defaults.get(k)}
-        for name in ("new", "prompt_scores"):
-            if name in found:
-                found[name] = _tokens_to_json(found[name])
-        if self.beams:
-            beams = [[_tokens_to_json(b.tokens), b.score, b.finish_reason] for b in self.beams]
-            found["beams"] = beams
-        return found
-
     @staticmethod
-    def from_json(found: Mapping[str, Any]) -> RequestOutput:
-        """Return the output that `to_json` wrote."""
-        lists = {name: _tokens_from_json(found.get(name, ())) for name in ("new", "prompt_scores")}
-        beams = tuple(
-            Beam(_tokens_from_json(tokens), score, reason)
-            for tokens, score, reason in found.get("beams", ())
+    def from_json(found: Sequence[Any]) -> RequestOutput:
+        """Return the output of which JSON has made a list of lists."""
+        output = RequestOutput(*found)
+        beams = (Beam(_tokens_from_json(t), score, reason) for t, score, reason in output.beams)
+        return output._replace(
+            new=_tokens_from_json(output.new),
+            prompt_scores=_tokens_from_json(output.prompt_scores),
+            beams=tuple(beams),
         )
-        return RequestOutput(**{**found, **lists, "beams": beams})
-
-
-def _tokens_to_json(tokens: tuple[TokenOutput, ...]) -> list[list[object]]:
-    return [[int(t.token), float(t.log_prob), [list(pair) for pair in t.top]] for t in tokens]
 
 
 def _tokens_from_json(found: Any) -> tuple[TokenOutput, ...]:

@@ -29,12 +29,12 @@ from megatron.core.inference.paged_engine.request import (
     PromptImage,
     Request,
 )
+from megatron.core.inference.paged_engine.sampler import Sampler
 from megatron.core.inference.paged_engine.step_plan import (
     Admission,
     StepOutput,
     StepPlan,
 )
-from megatron.core.inference.sampling.sampler import Sampler
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig

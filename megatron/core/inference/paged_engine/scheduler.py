@@ -19,7 +19,6 @@ from operator import attrgetter
 
 import numpy as np
 
-from megatron.core.inference.paged_engine.beam import BeamGroup
 from megatron.core.inference.paged_engine.options import EngineLimits
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import (
@@ -35,6 +34,7 @@ from megatron.core.inference.paged_engine.request import (
     generation_length,
 )
 from megatron.core.inference.paged_engine.request_state import (
+    BeamGroup,
     GrowingInts,
     RequestState,
     Speculation,

@@ -1,20 +1,29 @@
 """One forward pass of the engine: the plan that rank 0 makes and all ranks execute, and its output.
 
 A step processes rows: one row is one token of one request.  The rows of a request are consecutive
-and form a segment.  Ranks send each other plans and outputs as arrays of int64 (`to_array`).
+and form a segment.  Ranks send each other plans and outputs as arrays of int64 (`to_array`) over
+gloo.  Order: rank 0 sends each rank the plans of its replica; ranks execute them in that order; the
+rank of a replica that samples sends the result of each plan back.  Results arrive in the order of
+the plans, since gloo keeps the order of messages between two ranks.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from datetime import timedelta
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
+from megatron.core.config.errors import LaunchError
 from megatron.core.inference.paged_engine.request import PromptImage
 
 Integers: TypeAlias = npt.NDArray[np.int64]
@@ -110,42 +119,47 @@ class StepPlan:
 
     def to_array(self) -> Integers:
         """Return the plan as one array."""
-        text = NO_INTEGERS
-        if self.admissions:
-            text = text_to_array(json.dumps(self.admissions, default=_json_values))
-        head = [len(self.segments), len(self.copies), len(self.masks)]
-        parts = [np.array([*head, *chain.from_iterable(self.copies)], dtype=np.int64)]
-        if self.segments:
-            slots, starts, *arrays, num_drafts = zip(*self.segments, strict=True)
-            lengths = ([*map(len, x)] for x in arrays)  # of tokens, pages, targets, ahead
-            parts.append(np.array([slots, starts, num_drafts, *lengths]).T.ravel())
-            parts += chain.from_iterable(zip(*arrays, strict=True))
-        for slot, words in self.masks.items():
-            parts += (np.array([slot, len(words)]), words)
-        return np.concatenate([*parts, text])
+        columns = [*zip(*self.segments, strict=True)] or [()] * len(Segment._fields)
+        slots, starts, *arrays, num_drafts = columns
+        admissions = json.dumps(self.admissions, default=_json_values)
+        return pack(
+            [
+                slots,
+                starts,
+                *map(pack, arrays),
+                num_drafts,
+                [*chain.from_iterable(self.copies)],
+                [*self.masks],
+                pack(self.masks.values()),
+                text_to_array(admissions),
+            ]
+        )
 
     @staticmethod
     def from_array(array: Integers) -> StepPlan:
         """Return the plan that `to_array` wrote."""
-        at = 0
+        slots, starts, *arrays, num_drafts, copies, masked, masks, text = unpack(array)
+        numbers = (x.tolist() for x in (slots, starts))
+        segments = map(Segment, *numbers, *map(unpack, arrays), num_drafts.tolist())
+        return StepPlan(
+            [*segments],
+            [*map(Admission.from_json, json.loads(array_to_text(text)))],
+            [(int(a), int(b)) for a, b in copies.reshape(-1, 2)],
+            dict(zip(masked.tolist(), unpack(masks), strict=True)),
+        )
 
-        def take(count: int) -> Integers:
-            nonlocal at
-            at += count
-            return array[at - count : at]
 
-        plan = StepPlan()
-        num_segments, num_copies, num_masks = take(3).tolist()
-        plan.copies.extend((int(a), int(b)) for a, b in take(2 * num_copies).reshape(-1, 2))
-        for slot, start, num_drafts, *lengths in take(7 * num_segments).reshape(-1, 7).tolist():
-            tokens, pages, targets, ahead = map(take, lengths)
-            plan.segments.append(Segment(slot, start, tokens, pages, targets, ahead, num_drafts))
-        for _ in range(num_masks):
-            slot, words = take(2).tolist()
-            plan.masks[slot] = take(words)
-        if at < len(array):
-            plan.admissions.extend(map(Admission.from_json, json.loads(array_to_text(array[at:]))))
-        return plan
+def pack(arrays: Iterable[npt.ArrayLike]) -> Integers:
+    """Return one array: the number of ``arrays``, the length of each, and their values."""
+    parts = [np.asarray(array, dtype=np.int64) for array in arrays]
+    return np.concatenate([np.array([len(parts), *map(len, parts)]), *parts])
+
+
+def unpack(packed: Integers) -> list[Integers]:
+    """Return the arrays that `pack` joined."""
+    first = 1 + int(packed[0])
+    ends = first + packed[1:first].cumsum()
+    return [packed[a:b] for a, b in pairwise([first, *ends.tolist()])]
 
 
 def _json_values(value: Any) -> object:
@@ -181,26 +195,119 @@ class StepOutput(NamedTuple):
 
     def to_array(self) -> Integers:
         """Return the output as one array; log-probabilities as the bits of float64."""
-        shape = np.array([*self.top_tokens.shape, *self.drafts.shape], dtype=np.int64)
         floats = (self.log_probs, self.top_log_probs)
         bits = (x.astype(np.float64).ravel().view(np.int64) for x in floats)
-        return np.concatenate(
-            [shape, self.tokens, self.top_tokens.ravel(), self.drafts.ravel(), *bits]
-        )
+        shapes = (self.top_tokens.shape, self.drafts.shape)
+        return pack([*shapes, self.tokens, self.top_tokens.ravel(), self.drafts.ravel(), *bits])
 
     @staticmethod
     def from_array(array: Integers) -> StepOutput:
         """Return the output that `to_array` wrote."""
-        rows, tops, segments, length = array[:4].tolist()
-        sizes = np.cumsum([rows, rows * tops, segments * length, rows])
-        tokens, top_tokens, drafts, *bits = np.split(array[4:], sizes)
-        log_probs, top_log_probs = (
-            np.ascontiguousarray(x).view(np.float64).astype(np.float32) for x in bits
-        )
+        top_shape, drafts_shape, tokens, top_tokens, drafts, *bits = unpack(array)
+        log_probs, top_log_probs = (x.view(np.float64).astype(np.float32) for x in bits)
         return StepOutput(
             tokens,
             log_probs,
-            top_tokens.reshape(rows, tops),
-            top_log_probs.reshape(rows, tops),
-            drafts.reshape(segments, length),
+            top_tokens.reshape(top_shape),
+            top_log_probs.reshape(top_shape),
+            drafts.reshape(drafts_shape),
         )
+
+
+_FIRST = 512  # numbers in the first message; longer ones need a second message
+_MOST_PENDING = 256  # messages; each is received within a round of steps
+# Ranks wait for the next plan as long as a server is idle; the death of the root ends the wait.
+_LONGEST_IDLE = timedelta(days=3650)
+
+
+class ControlChannel:
+    """Sends and receives arrays between the first rank of ``world``, the root, and the others.
+
+    Construction is collective over all ranks.  ``peers``: ranks of every channel that they
+    construct at the same time, in the same order on all of them; default: ``world`` alone.
+    ``timeout_s``: the longest wait for a result.  The channel has a group of its own:
+    collectives of the model may be in flight at the same time.
+    """
+
+    def __init__(
+        self,
+        world: ProcessGroup,
+        peers: Sequence[Sequence[int]] | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.longest_step = timedelta(seconds=timeout_s)  # that the root waits for a result
+        self.ranks = [0]  # global ranks, the root first; unused with one rank
+        self._group: ProcessGroup | None = None
+        # Tensors must live until gloo has sent them.
+        self._pending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        if world.size() == 1:
+            return
+        self.ranks = dist.get_process_group_ranks(world)
+        for ranks in peers or [self.ranks]:
+            # Not use_local_synchronization: its name of a group is wrong on ranks that belong to
+            # different numbers of groups.
+            group = dist.new_group(
+                list(ranks), timeout=_LONGEST_IDLE, backend="gloo", group_desc="generation control"
+            )
+            if list(ranks) == self.ranks:
+                self._group = group
+
+    @property
+    def root(self) -> int:
+        """Global rank of the process that plans."""
+        return self.ranks[0]
+
+    def send(self, array: Integers, rank: int) -> None:
+        """Send to global ``rank`` without waiting: it may be sending to this rank itself."""
+        first = np.zeros(_FIRST, dtype=np.int64)
+        first[0] = len(array)
+        head = array[: _FIRST - 1]
+        first[1 : 1 + len(head)] = head
+        self._start(torch.from_numpy(first), rank)
+        if len(array) >= _FIRST:
+            self._start(torch.from_numpy(np.ascontiguousarray(array[_FIRST - 1 :])), rank)
+        while len(self._pending) > _MOST_PENDING:
+            self._pending.popleft()[0].wait()
+
+    def flush(self) -> None:
+        """Wait until all messages have been received."""
+        while self._pending:
+            self._pending.popleft()[0].wait()
+
+    def _start(self, tensor: torch.Tensor, rank: int) -> None:
+        work = dist.isend(tensor, rank, group=self._group)
+        assert work is not None, "this rank is in the group"
+        self._pending.append((work, tensor))
+
+    def receive(self, rank: int) -> Integers:
+        """Wait for the next message of global ``rank``."""
+        first = torch.empty(_FIRST, dtype=torch.int64)
+        self._receive(first, rank)
+        length = int(first[0])
+        if length < _FIRST:
+            return first[1 : 1 + length].numpy()
+        rest = torch.empty(length - _FIRST + 1, dtype=torch.int64)
+        self._receive(rest, rank)
+        return torch.cat([first[1:], rest]).numpy()
+
+    def _receive(self, tensor: torch.Tensor, rank: int) -> None:
+        """Fill ``tensor``.  Raises LaunchError if ``rank`` ends, or takes too long for a step."""
+        work = dist.irecv(tensor, rank, group=self._group)
+        assert work is not None, "this rank is in the group"
+        try:
+            if rank == self.root:
+                work.wait()
+            else:
+                work.wait(self.longest_step)
+        except RuntimeError as error:
+            reason = str(error).partition(". This")[0]  # before gloo's advice
+            what = "plans" if rank == self.root else "the result of a step"
+            raise LaunchError(
+                f"rank {rank} has not sent {what}: {reason}; look for its last message, and start "
+                "all ranks again"
+            ) from error
+
+    def all_reduce_min(self, numbers: torch.Tensor) -> None:
+        """Replace ``numbers`` by their minima over all ranks.  Collective."""
+        if self._group is not None:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=self._group)

@@ -92,8 +92,8 @@ class CollectiveEngine(Engine):
         self.unfinished -= {o.request_id for o, _ in found if o.finish_reason is not None}
         return found
 
-    def _steps(self, to_end: bool) -> list[tuple[dict[str, Any], float]]:
-        """Run steps on the root; return their outputs as JSON values, with the seconds of each."""
+    def _steps(self, to_end: bool) -> list[tuple[RequestOutput, float]]:
+        """Run steps on the root; return their outputs, with the seconds of each."""
         items = []
         while self.has_unfinished:
             start = time.perf_counter()
@@ -103,7 +103,7 @@ class CollectiveEngine(Engine):
                 outputs += self._held
                 self._held = []
             elapsed_s = time.perf_counter() - start
-            items += [(output.to_json(), elapsed_s) for output in outputs]
+            items += [(output, elapsed_s) for output in outputs]
             if not to_end:
                 break
         return items

@@ -25,13 +25,13 @@ from megatron.core.inference.paged_engine.request import (
     TokenOutput,
     text_of,
 )
+from megatron.core.inference.paged_engine.sampler import Sampler
 from megatron.core.inference.paged_engine.step_plan import (
     SAMPLE_ONLY,
     Admission,
     StepPlan,
     idle_segment,
 )
-from megatron.core.inference.sampling.sampler import Sampler
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.v014.collective_engine import CollectiveEngine
 from megatron.core.inference.v014.requests import (

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.core.device import host_array
 from megatron.core.fusions import kernels
 from megatron.core.fusions.small_linear import small_linear
+from megatron.core.inference.paged_engine.choice import Blocks, choose, row_keys, scale_of
 from megatron.core.inference.paged_engine.request_state import GrowingInts
 from megatron.core.inference.paged_engine.step_plan import (
     NO_INTEGERS,
@@ -28,7 +29,6 @@ from megatron.core.inference.paged_engine.step_plan import (
     StepOutput,
     StepPlan,
 )
-from megatron.core.inference.sampling.choice import Blocks, choose, row_keys, scale_of
 from megatron.core.inference.sampling_params import SamplingParams
 
 # Beyond these, fp32 gives 0 / 0 and infinity / infinity, and tokens that are not allowed.

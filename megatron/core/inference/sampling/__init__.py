@@ -1,1 +1,0 @@
-"""Choose the next tokens from logits."""
