@@ -12,8 +12,6 @@ equally; only steps in which all were running count.  The contenders:
     off        torchrun, --rerun-mode disabled
     supervisor tools/launch.py, --rerun-mode validate_results, --enable-ft-package: heartbeats and
                limits, exit reports, reruns
-    peers      torchrun, --rerun-mode validate_results, --enable-ft-package: the ranks watch each
-               other (with several ranks)
 
 ``agents`` measures the CPU time of tools/launch.py and of torchrun's agent, which share the cores
 of the ranks, and that of a rank that notes its iteration.
@@ -58,7 +56,6 @@ WATCHED = ["--rerun-mode", "validate_results", "--enable-ft-package", "--calc-ft
 CONTENDERS = {
     "off": (AGENTS["torchrun"], ["--rerun-mode", "disabled"]),
     "supervisor": (AGENTS["tools/launch.py"], WATCHED),
-    "peers": (AGENTS["torchrun"], WATCHED),
 }
 # Of each step in ms: CPU, wall without delay, wall; and the time of its end.
 StepTimes = list[tuple[float, float, float, float]]
@@ -88,7 +85,7 @@ def step_times(name: str, ranks: int, steps: int, warmup: int) -> StepTimes:
 
 def compare_steps(asked: argparse.Namespace) -> dict[str, list[StepTimes]]:
     """Run all contenders, print a table, and return the times of each run."""
-    names = [name for name in CONTENDERS if asked.ranks > 1 or name != "peers"]
+    names = [*CONTENDERS]
     runs: dict[str, list[StepTimes]] = {name: [] for name in names}
     for index in range(asked.rounds):
         order = names[:: 1 if index % 2 else -1]

@@ -178,15 +178,12 @@ def _whole_run(
     if config.resilience.enable_ft_package:
         sections.monitor.enable(config.checkpoint.save, config.resilience.calc_ft_timeouts)
         maybe_setup_simulated_fault()
-    find_hang = sections.monitor.find_hang()
     timeout_s = 60.0 * config.distributed.distributed_timeout_minutes
     try:
         with (
             nullcontext()
             if restarts
-            else failure_watch(
-                timeout_s=timeout_s, before_end=_finish_at_failure, find_hang=find_hang
-            ),
+            else failure_watch(timeout_s=timeout_s, before_end=_finish_at_failure),
             report_oom(global_vars.current_run),
         ):
             run = set_up(config, script)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.fault_tolerance import node_checks
 from tests.support import selection
 from tests.support.host_gpu import nccl_calls, nccl_order
 from tests.support.host_gpu.nccl_order import Call
@@ -21,20 +20,6 @@ def check(found: list[Recorded]) -> None:
     members = {name: ranks for _, groups in found for name, ranks in groups.items()}
     for one_queue in (False, True):
         nccl_order.check([calls for calls, _ in found], members, one_queue=one_queue)
-
-
-def check_nodes(rank: int, world_size: int, nodes: list[str]) -> Recorded:
-    """Return the calls before the ranks meet at the store, after comparing links."""
-    with nccl_calls.recorded() as record:
-        groups = node_checks.Groups(nodes, 60.0)
-        groups.all_reduce()
-        groups.links()
-    return record.calls, record.members
-
-
-@pytest.mark.parametrize("nodes", ["aabb", "abc"])
-def test_all_ranks_create_the_communicator_over_which_some_compare_links(nodes: str) -> None:
-    check(run_ranks(check_nodes, len(nodes), [*nodes]))
 
 
 SHORT = (

@@ -42,7 +42,7 @@ POINTS = (
     *("save.before_fsync", "save.written", "save.before_manifest", "save.before_rename"),
     *("save.displaced", "save.after_rename", "save.before_tracker", "save.after_tracker"),
     *("save.before_delete", "save.in_delete", "save.copy", "inference.step"),
-    *("check.matmul", "check.memory", "check.disk", "check.collective"),  # tools/check_node.py
+    *("check.matmul", "check.disk"),  # tools/check_node.py
 )
 _fired: Counter[_Spec] = Counter()
 each_rank_owns(__name__, "_fired")

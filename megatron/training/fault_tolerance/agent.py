@@ -35,7 +35,6 @@ from megatron.training.fault_tolerance.heartbeat import (
     HangWatch,
     Limits,
     is_stopped,
-    likely_cause,
     read_heartbeats,
 )
 from megatron.training.fault_tolerance.outcome import NodeReport, RankEnd, read_reports
@@ -297,7 +296,9 @@ class HangDetector:
     It reads the heartbeats in ``folder``, which is in shared memory of the node.
 
     ``limits`` returns the present limits: a run learns them and saves them beside its checkpoints.
-    ``found`` has the hang of each rank of which this node has found one, and its sort key.
+    ``found`` has the hang of each rank of which this node has found one, and a sort key, by which
+    the rank that the others wait for comes first: one whose process is stopped, then one in no
+    collective, then the one whose last sign is oldest.
     """
 
     def __init__(self, folder: Path, limits: Callable[[], Limits]) -> None:
@@ -330,8 +331,8 @@ class HangDetector:
         for hang in hangs:
             beat = hang.heartbeat
             text = f"its process is stopped; {hang}" if beat.rank in stopped else str(hang)
-            runs, is_in_collective, _ = likely_cause(beat, beat.rank in stopped)
             # Other hosts have another clock: compare the time that has passed since the sign.
-            self.found[beat.rank] = (text, (float(runs), float(is_in_collective), -hang.waited_s))
+            order = float(beat.rank not in stopped), float(beat.is_in_collective), -hang.waited_s
+            self.found[beat.rank] = text, order
         processes.kill(min(self.found, key=lambda rank: self.found[rank][1]))
         return True

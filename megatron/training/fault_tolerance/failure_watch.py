@@ -2,10 +2,10 @@
 
 On every rank a thread polls the default store over a connection of its own, so it works while the
 main thread is blocked in a collective that will never complete.  A rank fails by an exception
-(`FailureWatch`), a collective that times out (`StallReport`), the end of its process
-(`PeerProcesses`: a neighbouring rank on its host detects it), or a hang (`PeerMonitor`, where no
-other process watches the ranks).  Its failure is written into the store, under a key that only the
-ranks of the run can write (`RunStore`); every rank prints ``rank R failed: ...`` and ends.
+(`FailureWatch`), a collective that times out (`StallReport`), or the end of its process
+(`PeerProcesses`: a neighbouring rank on its host detects it).  Its failure is written into the
+store, under a key that only the ranks of the run can write (`RunStore`); every rank prints
+``rank R failed: ...`` and ends.
 
 Order of events: the failing rank sets the failure key and prints its traceback; its peers print the
 failure and acknowledge; every rank calls ``before_end``; the failing rank exits first, then the
@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import sys
 import tempfile
 import threading
@@ -28,7 +27,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -41,14 +39,12 @@ from megatron.core.config.errors import MegatronError
 from megatron.core.diagnostics import collective_tracer
 from megatron.core.parallel.run_store import LOST_RANKS, RunStore, agree_on_secret
 from megatron.core.virtual_ranks import BACKEND
-from megatron.training.fault_tolerance.heartbeat import HangWatch, Heartbeat, Limits, likely_cause
 from megatron.training.process import exit_report
 
-# Keys of the store.  Text of the first failure, number of ranks that have printed it, rank whose
-# process is stopped, number of ranks that have ended normally:
+# Keys of the store.  Text of the first failure, number of ranks that have printed it, number of
+# ranks that have ended normally:
 _FAILURE = "failure_watch/failure"
 _ACKNOWLEDGED = "failure_watch/acknowledged"
-_STOPPED = "failure_watch/stopped"
 _LEFT = "failure_watch/left"
 # Rank and number of the last call for reports, and the answers by rank:
 _CALLED_FOR = "stall_report/called_for"
@@ -56,9 +52,6 @@ _LINE = "stall_report/rank"
 # By rank: kernel and process id; a key that exists once the rank has ended normally:
 _PROCESS = "process/"
 _HAS_LEFT = "left/"
-# Rank that has called the roll last, and the answers by rank:
-_CALLED = "peer_monitor/called"
-_ANSWER = "peer_monitor/answer"
 
 _PATIENCE_S = 3.0  # for peers to acknowledge, beyond their polling interval
 _LINGER_S = 1.0  # delay of a peer, so that the failing rank exits first
@@ -69,22 +62,8 @@ _SHARE = 0.9  # of the timeout without progress, after which a rank reports
 _SLACK = 10.0  # times the longest pause between collectives so far: no reason for a report
 _SHOWN = 6  # different lines in a summary
 _POLLS_FOR_SUMMARY = 3  # after a call for reports
-_POLLS_FOR_ANSWERS = 4  # within which a rank must answer a roll call
 # torch's variable for the files of NCCL's flight recorder, and its default.
 _TRACE_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "/tmp/nccl_trace_rank_")
-
-
-@dataclass(frozen=True)
-class HungRank:
-    """A rank that others wait for, and why it is believed to hang."""
-
-    rank: int
-    why: str
-    is_stopped: bool = False  # nothing in its process runs
-
-
-# Called at each poll.
-FindHang = Callable[[RunStore], HungRank | None]
 
 
 def failure_watch(
@@ -92,7 +71,6 @@ def failure_watch(
     timeout_s: float = float("inf"),
     before_end: Callable[[RunStore], None] = lambda store: None,
     patience_s: float = float("inf"),
-    find_hang: FindHang = lambda store: None,
 ) -> AbstractContextManager[object]:
     """Return a context manager that ends all ranks when one of them fails.  Collective.
 
@@ -105,7 +83,6 @@ def failure_watch(
     thread waits for.  After ``patience_s`` without progress all ranks report, and the run goes on;
     so a rank that has stopped is named long before the timeout.  ``before_end`` is called on every
     rank before its process ends, by the thread that ends it; not among virtual ranks.
-    ``find_hang`` is called at each poll: the rank that it returns counts as failed.
     """
     if not dist.is_initialized() or dist.get_backend() == BACKEND:
         return contextlib.nullcontext()
@@ -114,7 +91,7 @@ def failure_watch(
         return _alone(store, before_end)
     collective_tracer.note_collectives()
     stall = StallReport(dist.get_rank(), dist.get_world_size(), timeout_s, patience_s)
-    return FailureWatch(store, poll_s, stall, find_hang, before_end)
+    return FailureWatch(store, poll_s, stall, before_end)
 
 
 @contextlib.contextmanager
@@ -135,13 +112,11 @@ class FailureWatch:
         store: RunStore,
         poll_s: float,
         stall: StallReport,
-        find_hang: FindHang,
         before_end: Callable[[RunStore], None],
     ) -> None:
         self._store = store.clone()
         self._poll_s = poll_s
         self._stall = stall
-        self._find_hang = find_hang
         self._before_end = before_end
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
@@ -231,8 +206,7 @@ class FailureWatch:
     def _failure(self, store: RunStore) -> str | None:
         """Return the reported failure, None if there is none.
 
-        Reports the failure of a neighbour whose process has ended without reporting it, and that of
-        a rank that hangs.
+        Reports the failure of a neighbour whose process has ended without reporting it.
         """
         text = store.get(_FAILURE)
         if text is None and (lost := self._peers.lost(store)) is not None:
@@ -244,13 +218,6 @@ class FailureWatch:
             text = store.set_first(_FAILURE, mine)
             if text == mine:
                 store.add(LOST_RANKS, 1)
-        if text is None and (hung := self._find_hang(store)) is not None:
-            self._stall.call_for_reports(store, f"rank {hung.rank} hangs")
-            mine = f"rank {hung.rank} failed: {hung.why}"
-            text = store.set_first(_FAILURE, mine)
-            if text == mine and hung.is_stopped:
-                store.add(LOST_RANKS, 1)
-                store.set(_STOPPED, str(hung.rank))
         return text
 
     def _watch(self, store: RunStore) -> None:
@@ -275,10 +242,6 @@ class FailureWatch:
                     store.add(_ACKNOWLEDGED, 1)
                     self._before_end(store)
                 time.sleep(_LINGER_S)
-                # Last, if it is a neighbour on this host: the launcher then ends all others.
-                with contextlib.suppress(RuntimeError):
-                    if (stopped := store.get(_STOPPED)) is not None:
-                        self._peers.kill(int(stopped))
                 _end(text)
 
 
@@ -412,10 +375,10 @@ class StallReport:
                 if self._polls_until_summary == 0:
                     print(self.summary(store), file=sys.stderr, flush=True)
 
-    def call_for_reports(self, store: RunStore, why: str = "a collective timed out here") -> None:
+    def call_for_reports(self, store: RunStore) -> None:
         """Report, and request a report from every other rank (see `answer`)."""
         store.set(_CALLED_FOR, f"{self._rank} 0")
-        self._report(store, why)
+        self._report(store, "a collective timed out here")
 
     def answer(self, store: RunStore) -> None:
         """Report if another rank has requested it."""
@@ -487,12 +450,6 @@ class PeerProcesses:
                 return rank, self._processes[rank]
         return None
 
-    def kill(self, rank: int) -> None:
-        """Kill the process of ``rank`` if it is a neighbour: a stopped one ignores its launcher."""
-        if rank in self._open:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._open[rank], signal.SIGKILL)
-
     def _begin_to_watch(self, rank: int, announced: str | None) -> None:
         if announced is None:
             return
@@ -528,72 +485,3 @@ def _place() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-class PeerMonitor:
-    """Roll call of ranks, with --enable-ft-package under torchrun; `poll` is a FindHang.
-
-    A rank that has given no sign for longer than its limit calls the roll: every rank answers with
-    its heartbeat through the store.  The rank that hangs is the one that does not answer (its
-    process is stopped), else the one that the others wait for (`likely_cause`).  Without a call, a
-    poll is one request to the store.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        heartbeat: Callable[[], Heartbeat],
-        limits: Callable[[], Limits],
-    ) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self._heartbeat = heartbeat
-        self._limits = limits
-        self._watch = HangWatch()
-        self._polls_since_call: int | None = None
-        self._old_answers: list[str | None] = []
-
-    def poll(self, store: RunStore) -> HungRank | None:
-        """Answer a roll call, or call one if this rank is late; return the rank that hangs."""
-        now_ns = time.monotonic_ns()
-        mine = self._heartbeat()
-        is_late = bool(self._watch.poll([mine], self._limits(), now_ns))
-        if is_late and self._polls_since_call is None:
-            self._old_answers = self._answers(store)
-            store.set(_CALLED, str(self._rank))
-            self._polls_since_call = 0
-        if store.get(_CALLED) is not None:
-            answer = json.dumps([now_ns - mine.sign_ns, asdict(mine)])
-            store.set(f"{_ANSWER}{self._rank}", answer)
-        if not is_late:
-            self._polls_since_call = None
-        elif self._polls_since_call is not None:
-            self._polls_since_call += 1
-            if self._polls_since_call > _POLLS_FOR_ANSWERS:
-                return self._found(store)
-        return None
-
-    def _answers(self, store: RunStore) -> list[str | None]:
-        return [store.get(f"{_ANSWER}{rank}") for rank in range(self._world_size)]
-
-    def _found(self, store: RunStore) -> HungRank:
-        mine = self._heartbeat()
-        limit_s = self._limits().limit_s(mine.section)
-        answers: list[Heartbeat] = []
-        for rank, answer in enumerate(self._answers(store)):
-            if answer is None or answer == self._old_answers[rank]:
-                why = (
-                    "its process is stopped, or its host is lost: not even its watching thread "
-                    f"answers; {mine}, longer than the limit of {limit_s:.0f} s"
-                )
-                return HungRank(rank, why, is_stopped=True)
-            silent_ns, fields = json.loads(answer)
-            # Clocks of hosts differ: compare ages, not times.
-            answers.append(Heartbeat(**{**fields, "sign_ns": -silent_ns}))
-        beat = min(answers, key=likely_cause)
-        return HungRank(
-            beat.rank,
-            f"it hangs in section {beat.section or 'none'} of iteration {beat.iteration}: no sign "
-            f"for {-beat.sign_ns / 1e9:.0f} s, the limit is {limit_s:.0f} s; {beat}",
-        )

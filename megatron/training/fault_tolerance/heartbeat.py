@@ -81,7 +81,6 @@ class HeartbeatFile:
 
         Raises LaunchError if it cannot be written.
         """
-        self._rank = rank
         if folder is None:
             self._map = mmap.mmap(-1, _SIZE)
             self._fill()
@@ -108,18 +107,14 @@ class HeartbeatFile:
         self._slots[_MAGIC_SLOT] = _MAGIC
         self.begin("setup")
 
-    def read(self) -> Heartbeat:
-        """Return the current content."""
-        return _parse(self._rank, self._map[:])[0]
-
     def begin(self, section: str) -> None:
         """Enter ``section``; "" leaves the current one."""
         self._slots[_SECTION] = SECTIONS.index(section)
         self._slots[_BOARD] = time.monotonic_ns()
 
-    def at_iteration(self, iteration: int) -> None:
-        """Set the number of the step in progress."""
-        self._slots[_ITERATION] = iteration
+    def at_iteration(self, iteration: int | None) -> None:
+        """Set the number of the step in progress; None: the next one."""
+        self._slots[_ITERATION] = self._slots[_ITERATION] + 1 if iteration is None else iteration
 
 
 def _map_file(path: Path) -> mmap.mmap:
@@ -302,23 +297,11 @@ class HangWatch:
         self._suspects: dict[int, int] = {}  # rank -> its last sign
 
     def poll(self, heartbeats: Iterable[Heartbeat], limits: Limits, now_ns: int) -> list[Hang]:
-        """Return the confirmed hangs, the likely cause first (see `likely_cause`)."""
+        """Return the confirmed hangs."""
         hangs = [h for beat in heartbeats if (h := limits.verdict(beat, now_ns)) is not None]
         known = self._suspects
         self._suspects = {hang.heartbeat.rank: hang.heartbeat.sign_ns for hang in hangs}
-        return sorted(
-            (h for h in hangs if known.get(h.heartbeat.rank) == h.heartbeat.sign_ns),
-            key=lambda hang: likely_cause(hang.heartbeat),
-        )
-
-
-def likely_cause(heartbeat: Heartbeat, stopped: bool = False) -> tuple[bool, bool, int]:
-    """Return a sort key of hanging ranks: the rank that the others wait for comes first.
-
-    That is a rank whose process is stopped, then one in no collective, then the one whose last sign
-    is oldest.
-    """
-    return (not stopped, heartbeat.is_in_collective, heartbeat.sign_ns)
+        return [h for h in hangs if known.get(h.heartbeat.rank) == h.heartbeat.sign_ns]
 
 
 def _mapping(value: object) -> dict[str, object]:

@@ -2,11 +2,9 @@
 
 The setup lasts until the first step has ended, since that step is slow for its own reasons.  An
 evaluation consists of steps.  Sections are reported in the rank's heartbeat, and to NVIDIA's rank
-monitor where ``ft_launcher`` has started this process; who enforces the limits is one of
-
-- the supervisor (`MEGATRON_HEARTBEAT_DIR`), which reads the heartbeats of its host,
-- NVIDIA's rank monitor, which receives the limits,
-- the ranks themselves (`megatron.training.fault_tolerance.failure_watch`).
+monitor where ``ft_launcher`` has started this process.  The supervisor, which reads the heartbeats
+of its host (`MEGATRON_HEARTBEAT_DIR`), or NVIDIA's rank monitor, which receives the limits,
+enforces them.  Under another launcher nobody does, and the limits are only learned.
 
 The limits are learned alike in all cases (`Limits`), so NVIDIA's calculation, which has no minimum,
 is not used.  Nothing in this module is collective, except `Monitor.learn`.
@@ -27,7 +25,6 @@ from megatron.core.diagnostics import collective_tracer
 from megatron.core.optional import require
 from megatron.core.parallel.collectives import largest_of_ranks
 from megatron.core.rank_local import each_rank_owns
-from megatron.training.fault_tolerance.failure_watch import FindHang, PeerMonitor
 from megatron.training.fault_tolerance.heartbeat import (
     MIN_COUNTS,
     OUT_OF_SECTION,
@@ -89,7 +86,7 @@ class Monitor:
         self.begin("setup")
 
     def enable(self, state_folder: str | None, learns: bool) -> None:
-        """Connect to NVIDIA's monitor, or let the ranks watch each other (--enable-ft-package).
+        """Connect to NVIDIA's monitor, if it watches this process (--enable-ft-package).
 
         ``learns``: save the learned limits in ``state_folder`` (--calc-ft-timeouts), where they are
         read in any case.  Raises MissingDependency, LaunchError or ConfigError.
@@ -106,7 +103,7 @@ class Monitor:
             self._set_limits_of_client()
             for section, _ in self._open:
                 self.client.start_section(section)
-        watcher = "NVIDIA's rank monitor" if self.client else "the other ranks"
+        watcher = "NVIDIA's rank monitor" if self.client else "nobody: start with tools/launch.py"
         watcher = "the supervisor" if self._shared_folder is not None else watcher
         print_rank_0(f"> sections of this run are watched by {watcher}")
 
@@ -138,9 +135,7 @@ class Monitor:
     def begin_step(self, iteration: int | None = None) -> None:
         """Begin training step ``iteration``; the first one is part of the setup."""
         if self._file is not None:
-            self._file.at_iteration(
-                self._file.read().iteration + 1 if iteration is None else iteration
-            )
+            self._file.at_iteration(iteration)
             if not self._open:
                 self.begin("step")
 
@@ -191,14 +186,6 @@ class Monitor:
         if self.client is not None:
             self.client.shutdown_workload_monitoring()
             self.client = None
-
-    def find_hang(self) -> FindHang:
-        """Return the function by which the ranks watch each other, if no other process does."""
-        file = self._file
-        # The supervisor or NVIDIA's monitor enforces the limits.
-        if file is None or self._shared_folder is not None or self.client is not None:
-            return lambda store: None
-        return PeerMonitor(rank(), world_size(), file.read, lambda: self.limits).poll
 
     def _set_limits_of_client(self) -> None:
         """Replace limits of NVIDIA's monitor by those that were learned; the others stay.

@@ -17,7 +17,6 @@ from megatron.training.fault_tolerance.heartbeat import (
     HangWatch,
     Heartbeat,
     Limits,
-    likely_cause,
 )
 
 BEAT = Heartbeat(
@@ -103,14 +102,6 @@ def test_a_damaged_state_file_gives_the_defaults(tmp_path: Path, text: str) -> N
     assert Limits.load(tmp_path / "ft_state.json") == Limits()
 
 
-def test_a_stopped_rank_is_the_likeliest_cause() -> None:
-    stopped = likely_cause(replace(BEAT, sign_ns=9, is_in_collective=True), stopped=True)
-    outside = likely_cause(replace(BEAT, sign_ns=7, is_in_collective=False))
-    oldest = likely_cause(replace(BEAT, sign_ns=3))
-    other = likely_cause(replace(BEAT, sign_ns=4))
-    assert stopped < outside < oldest < other
-
-
 def test_a_hang_counts_once_two_polls_have_found_it() -> None:
     limits = Limits({"step": 30.0})
     watch = HangWatch()
@@ -118,8 +109,7 @@ def test_a_hang_counts_once_two_polls_have_found_it() -> None:
     assert watch.poll(beats, limits, ns(40)) == []
     moved = [replace(beat, sign_ns=ns(40)) for beat in beats]
     assert watch.poll(moved, limits, ns(71)) == []
-    hangs = watch.poll(moved, limits, ns(72))
-    assert [hang.heartbeat.rank for hang in hangs] == [0, 1], "first the one that others wait for"
+    assert len(watch.poll(moved, limits, ns(72))) == 2
 
 
 class SimulatedRun:

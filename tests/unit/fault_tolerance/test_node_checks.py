@@ -10,32 +10,25 @@ from typing import Any
 
 import pytest
 
-from megatron.core.device import CPU
 from megatron.training.fault_tolerance import node_checks
-from megatron.training.fault_tolerance.node_checks import run_within
-
-MIB = 2**20
+from megatron.training.fault_tolerance.node_checks import problem_of
 
 
-def test_a_healthy_device_gives_the_same_bits_each_time() -> None:
-    assert node_checks.device.current().type == CPU
-    first = node_checks.matmul()
-    second = node_checks.matmul()
-    assert first["bits"] == second["bits"]
-    assert first["matmul"] > 0
-    assert node_checks.memory()["memory"] > 0
-    assert node_checks.gpu_health() == {}
+def test_a_healthy_device_computes_right_products() -> None:
+    assert problem_of(node_checks.matmul, 60) is None
+    assert problem_of(node_checks.gpu_health, 60) is None
 
 
-def test_a_bit_that_flips_once_makes_the_device_faulty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_is_wrong_once_makes_the_device_faulty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("FAULTS", "check.matmul:bitflip:times1")
-    _, problem = run_within(60, "matmul", node_checks.matmul)
-    expected = "equal computations give different bits: the device is faulty"
-    assert problem == f"ArithmeticError: {expected}"
+    expected = "the product of two matrices is wrong: the device is faulty"
+    assert problem_of(node_checks.matmul, 60) == f"ArithmeticError: {expected}"
 
 
 def test_the_disk_is_written_and_read_back(tmp_path: Path) -> None:
-    assert set(node_checks.disk(tmp_path, 3 * MIB)) == {"disk write", "disk read"}
+    node_checks.disk(tmp_path, 3)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -50,8 +43,7 @@ def test_a_faulty_disk_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, why: str
 ) -> None:
     monkeypatch.setenv("FAULTS", f"check.disk:{kind}")
-    found, problem = run_within(60, "disk", lambda: node_checks.disk(tmp_path, MIB))
-    assert found == {}
+    problem = problem_of(lambda: node_checks.disk(tmp_path, 1), 60)
     assert problem is not None
     assert re.match(why, problem)
     assert list(tmp_path.iterdir()) == []
@@ -59,15 +51,7 @@ def test_a_faulty_disk_is_a_problem(
 
 def test_a_check_that_hangs_is_a_problem() -> None:
     release = threading.Event()
-
-    def hang() -> dict[str, Any]:
-        release.wait()
-        return {}
-
-    assert run_within(0.05, "disk", hang) == ({}, "no result within 0 s")
-    _, problem = run_within(0.05, "clock", hang)
-    assert problem is not None
-    assert "is in no collective" in problem
+    assert problem_of(lambda: release.wait() and None, 0.05) == "no result within 0 s"
     release.set()
 
 
@@ -96,23 +80,11 @@ class FakeNvml:
 
 
 def test_faults_that_nvml_reports_are_found() -> None:
-    assert node_checks._gpu_faults(FakeNvml(), SimpleNamespace()) == []
+    assert node_checks.gpu_faults(FakeNvml(), SimpleNamespace()) == []
     healthy = FakeNvml(TotalEccErrors=0, RemappedRows=(3, 0, 0, 0), CurrentClocksThrottleReasons=4)
-    assert node_checks._gpu_faults(healthy, SimpleNamespace()) == []
+    assert node_checks.gpu_faults(healthy, SimpleNamespace()) == []
     faulty = FakeNvml(TotalEccErrors=2, RemappedRows=(0, 1, 1, 0), CurrentClocksThrottleReasons=72)
-    first, second, third = node_checks._gpu_faults(faulty, SimpleNamespace())
+    first, second, third = node_checks.gpu_faults(faulty, SimpleNamespace())
     assert first == "2 uncorrected memory errors since the start of the driver"
     assert "remapped" in second
     assert "slows the clock down" in third
-
-
-def test_each_node_of_a_ring_is_in_one_pair_at_a_time() -> None:
-    for count in range(2, 9):
-        for phase in range(3):
-            pairs = {
-                frozenset((i, (i + 1) % count))
-                for i in range(count)
-                if node_checks._phase(i, count) == phase
-            }
-            nodes = [node for pair in pairs for node in pair]
-            assert len(nodes) == len(set(nodes))

@@ -197,18 +197,19 @@ def test_the_supervisor_sees_sections_and_limits(
     assert read_heartbeats(tmp_path)[0].section == "ended"
 
 
-def test_a_restart_inside_the_process_begins_with_a_setup(monitor: sections.Monitor) -> None:
-    monitor.enable(None, learns=False)
+def test_a_restart_inside_the_process_begins_with_a_setup(
+    monitor: sections.Monitor, tmp_path: Path
+) -> None:
+    monitor.start(str(tmp_path))
     monitor.begin_step(1)
     monitor.end_step()
     monitor.begin_step(2)  # an exception ends the run in this step
     monitor.close()
     sections.start_heartbeat()
-    assert monitor._file is not None
-    assert monitor._file.read().section == "setup"
+    assert read_heartbeats(tmp_path)[0].section == "setup"
     monitor.begin_step(2)
     monitor.end_step()
-    assert monitor._file.read().section == OUT_OF_SECTION
+    assert read_heartbeats(tmp_path)[0].section == OUT_OF_SECTION
 
 
 def test_functions_of_megatron_lm_report_the_sections(
