@@ -17,6 +17,8 @@ class ModelType(enum.Enum):
 class AttnBackend(enum.Enum):
     """Implementation of core attention."""
 
+    __module__ = "megatron.core.transformer.enums"  # Megatron-LM's path, for pickled arguments
+
     flash = 1
     fused = 2
     unfused = 3

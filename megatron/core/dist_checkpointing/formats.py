@@ -1,8 +1,6 @@
 """Formats of ``--ckpt-format``; the files of ``safetensors_dist`` and how ranks write them.
 
     __{rank}_0.safetensors   tensors that the rank wrote, one or more boxes of each
-    __{rank}_1.safetensors   constant (untrained) tensors, with --ckpt-incremental: a hard link to
-                             the file of the previous checkpoint if it has the same pieces
     __{rank}_state.json      state of one rank: its random number generators
     index.json               key -> global shape, dtype, boxes (file, position, crc32 per block)
     common.json              values other than tensors, equal on all ranks
@@ -16,10 +14,8 @@ Nothing in this module communicates.
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -28,7 +24,6 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.config.value_types import Arguments, JsonObject
-from megatron.core.dist_checkpointing.folders import folder_name, read_tracker
 from megatron.core.dist_checkpointing.manifest import (
     COMMON,
     COMMON_FILE,
@@ -42,11 +37,8 @@ from megatron.core.dist_checkpointing.manifest import (
     Layout,
     TensorEntries,
     TensorEntry,
-    json_object,
     rank_state_name,
-    read_checked,
     read_json,
-    read_manifest,
     write_json,
 )
 from megatron.core.dist_checkpointing.mapping import (
@@ -60,7 +52,6 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     BLOCK_BYTES,
     DTYPE_NAMES,
     LazyTensor,
-    bytes_of,
     piece_name,
     write_file,
 )
@@ -143,29 +134,11 @@ class Format:
     num_copies: int = 1
 
 
-def write_rank_files(rank_save: RankSave, *, incremental: bool = False) -> RankReport:
-    """Write and fsync the files of one rank.  Not collective.  Raises OSError, CheckpointError.
-
-    ``incremental``: constant tensors are in a separate file, which is hard-linked if unchanged.
-    """
+def write_rank_files(rank_save: RankSave) -> RankReport:
+    """Write and fsync the files of one rank.  Not collective.  Raises OSError, CheckpointError."""
     rank, report = rank_save.rank, RankReport()
-    constant = [tensor for tensor in rank_save.tensors if incremental and tensor.is_constant]
-    changing = [tensor for tensor in rank_save.tensors if not (incremental and tensor.is_constant)]
-    _write_tensors(rank_save, f"__{rank}_0.safetensors", changing, report)
-    if constant:
-        _write_or_link(rank_save, f"__{rank}_1.safetensors", constant, report)
-    if (state := rank_save.contents.rank_state) is not None:
-        name = rank_state_name(rank)
-        report.files[name] = write_json(rank_save.folder / name, state)
-    return report
-
-
-def _write_tensors(
-    rank_save: RankSave, name: str, tensors: ShardedTensors, report: RankReport
-) -> None:
-    """Write the file ``name``, if there are tensors, and add it to ``report``."""
     # Descending element size keeps every element aligned in the file.
-    ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.key))
+    ordered = sorted(rank_save.tensors, key=lambda t: (-t.dtype.itemsize, t.key))
     boxes = [(tensor, piece) for tensor in ordered for piece in tensor.pieces]
     for tensor in ordered:
         report.tensors[tensor.key] = {
@@ -173,92 +146,33 @@ def _write_tensors(
             "dtype": DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)),
             "pieces": [],
         }
-    if not boxes:
-        return
-    named = [
-        LazyTensor(
-            piece_name(tensor.key, tensor.global_shape, piece.offset, piece.shape),
-            tensor.dtype,
-            piece.shape,
-            partial(_values, tensor, piece),
+    if boxes:
+        name = f"__{rank}_0.safetensors"
+        named = [
+            LazyTensor(
+                piece_name(tensor.key, tensor.global_shape, piece.offset, piece.shape),
+                tensor.dtype,
+                piece.shape,
+                partial(_values, tensor, piece),
+            )
+            for tensor, piece in boxes
+        ]
+        origin = {"iteration": str(rank_save.iteration), "attempt": rank_save.attempt, "file": name}
+        report.files[name], places = write_file(
+            rank_save.folder / name, named, {"format": "pt", **origin}, rank_save.iteration
         )
-        for tensor, piece in boxes
-    ]
-    origin = {"iteration": str(rank_save.iteration), "attempt": rank_save.attempt, "file": name}
-    report.files[name], places = write_file(
-        rank_save.folder / name, named, {"format": "pt", **origin}, rank_save.iteration
-    )
-    for (tensor, piece), place in zip(boxes, places, strict=True):
-        box = {"file": name, "offset": list(piece.offset), "shape": list(piece.shape)}
-        report.tensors[tensor.key]["pieces"].append({**box, **place})
+        for (tensor, piece), place in zip(boxes, places, strict=True):
+            box = {"file": name, "offset": list(piece.offset), "shape": list(piece.shape)}
+            report.tensors[tensor.key]["pieces"].append({**box, **place})
+    if (state := rank_save.contents.rank_state) is not None:
+        name = rank_state_name(rank)
+        report.files[name] = write_json(rank_save.folder / name, state)
+    return report
 
 
 def _values(tensor: ShardedTensor, piece: Piece | LazyPiece) -> Tensor:
     """Return the values of ``piece`` in the dtype of the file."""
     return piece.data.to(tensor.dtype)
-
-
-def _write_or_link(
-    rank_save: RankSave, name: str, tensors: ShardedTensors, report: RankReport
-) -> None:
-    """Write the file ``name``, or link that of the newest checkpoint if it is equal."""
-    # The first 128 bits of the SHA-256 of each piece, in hex.
-    hashes = {
-        t.key: [hashlib.sha256(bytes_of(_values(t, piece))).hexdigest()[:32] for piece in t.pieces]
-        for t in tensors
-    }
-    if _link_unchanged(rank_save.folder, name, tensors, hashes, report):
-        return
-    _write_tensors(rank_save, name, tensors, report)
-    for key, pieces in hashes.items():
-        for entry, hash in zip(report.tensors[key]["pieces"], pieces, strict=True):
-            entry["sha256_128"] = hash
-
-
-def _link_unchanged(
-    folder: Path,
-    name: str,
-    tensors: ShardedTensors,
-    hashes: Mapping[str, list[str]],
-    report: RankReport,
-) -> bool:
-    """Link the file of the newest checkpoint beside ``folder`` that has exactly these pieces.
-
-    Adds it to ``report``.  Returns False if there is no such file or it cannot be linked; the
-    caller then writes the tensors.
-    """
-    try:
-        tracker = read_tracker(folder.parent)
-        if tracker is None:
-            return False
-        previous = folder.parent / folder_name(tracker.iteration)
-        manifest = read_manifest(previous)
-        if manifest is None:
-            return False
-        data = read_checked(previous, INDEX, manifest)
-        index: TensorEntries = json_object(data, str(previous / INDEX))["tensors"]
-        found = {t.key: _pieces(index[t.key], t, hashes[t.key]) for t in tensors}
-        (old,) = {piece["file"] for pieces in found.values() for piece in pieces}
-        read_checked(previous, old, manifest)
-        os.link(previous / old, folder / name)
-    except (OSError, CheckpointError, AttributeError, KeyError, TypeError, ValueError):
-        return False
-    for key, pieces in found.items():
-        renamed = [{**piece, "file": name} for piece in pieces]
-        report.tensors[key] = {**index[key], "pieces": renamed}
-    report.files[name] = manifest.files[old]
-    return True
-
-
-def _pieces(stored: TensorEntry, tensor: ShardedTensor, hashes: Sequence[str]) -> list[JsonObject]:
-    """Return the stored pieces that match ``tensor``, in its order; KeyError if one is missing."""
-    if stored["dtype"] != DTYPE_NAMES[tensor.dtype]:
-        raise KeyError(tensor.key)
-    known = {
-        (tuple(p["offset"]), tuple(p["shape"]), p.get("sha256_128")): p for p in stored["pieces"]
-    }
-    wanted = zip(tensor.pieces, hashes, strict=True)
-    return [known[piece.offset, piece.shape, hash] for piece, hash in wanted]
 
 
 def write_common_files(
@@ -273,9 +187,6 @@ def write_common_files(
 
 
 SAFETENSORS_DIST = Format(FORMAT, write_rank_files, write_common_files)
-INCREMENTAL = replace(
-    SAFETENSORS_DIST, write_rank_files=partial(write_rank_files, incremental=True)
-)
 
 
 def merge_index(reports: Iterable[TensorEntries], *, is_whole: bool = True) -> dict[str, object]:

@@ -95,8 +95,8 @@ class Manifest:
 
 # An index entry: ``shape``, ``dtype`` (the format's name for it), and ``pieces``, the boxes.  A
 # piece has ``file``, ``start`` and ``num_bytes``, its ``offset`` and ``shape``, ``crc32`` of each
-# block, and with --ckpt-incremental ``sha256_128``.  In torch_dist also ``cut`` ([sharded
-# dimension, number of shards] or None) and ``num_stacked`` (leading layer and expert dimensions).
+# block.  In torch_dist also ``cut`` ([sharded dimension, number of shards] or None) and
+# ``num_stacked`` (leading layer and expert dimensions).
 TensorEntry = JsonObject
 TensorEntries = dict[str, TensorEntry]
 

@@ -226,21 +226,28 @@ def _pieces(info: ParamInfo, tensor: Any) -> Iterator[Piece | LazyPiece]:
         yield LazyPiece(offset, tuple(view.shape), make, partial(put, number))
 
 
-def split_rows(tensor: ShardedTensor, sizes: Sequence[int]) -> Iterator[ShardedTensor]:
-    """Split the record into consecutive tensors of ``sizes`` rows each."""
+def split(tensor: ShardedTensor, sizes: Sequence[int], dim: int = 0) -> Iterator[ShardedTensor]:
+    """Split the record along ``dim`` into consecutive tensors of ``sizes``."""
+
+    def change(shape: Shape, value: int) -> Shape:
+        return (*shape[:dim], value, *shape[dim + 1 :])
+
     first = 0
     for size in sizes:
         pieces = []
         for piece in tensor.pieces:
-            begin, *others = piece.offset
-            low = max(begin, first)
-            high = min(begin + piece.shape[0], first + size)
+            begin = piece.offset[dim]
+            low, high = max(begin, first), min(begin + piece.shape[dim], first + size)
             if low < high:
-                rows = piece.data.narrow(0, low - begin, high - low)
-                pieces.append(Piece((low - first, *others), rows))
-        shape = (size, *tensor.global_shape[1:])
-        yield replace(tensor, global_shape=shape, pieces=tuple(pieces))
+                make = partial(_narrow, piece, dim, low - begin, high - low)
+                shape = change(piece.shape, high - low)
+                pieces.append(LazyPiece(change(piece.offset, low - first), shape, make))
+        yield replace(tensor, global_shape=change(tensor.global_shape, size), pieces=tuple(pieces))
         first += size
+
+
+def _narrow(piece: Piece | LazyPiece, dim: int, start: int, length: int) -> Tensor:
+    return piece.data.narrow(dim, start, length)
 
 
 def replica_of(info: ParamInfo, groups: ProcessGroupCollection) -> Replica | None:

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.dist_checkpointing.folders import Retention
-from megatron.core.dist_checkpointing.formats import FORMATS, INCREMENTAL, Contents
+from megatron.core.dist_checkpointing.formats import FORMATS, Contents
 from megatron.core.dist_checkpointing.local import save_local
 from megatron.core.dist_checkpointing.manifest import RERUN_STATE, RNG_STATE
 from megatron.core.dist_checkpointing.mapping import SavePlan, ShardedTensor, to_write
@@ -124,7 +124,7 @@ def begin_save(
         contents,
         groups.world,
         share_work=config.ckpt_fully_parallel_save,
-        format=INCREMENTAL if config.ckpt_incremental else FORMATS[config.ckpt_format],
+        format=FORMATS[config.ckpt_format],
         retention=Retention(config.keep_last_checkpoints, config.save_retain_interval),
         plan=plan,
     )

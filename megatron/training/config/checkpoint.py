@@ -37,8 +37,9 @@ class CheckpointConfig:
     )
     ckpt_incremental: bool = _ckpt(
         False,
-        "Hard-link unchanged tensors from the previous checkpoint instead of writing them; "
-        "needs --ckpt-format safetensors_dist.",
+        "Write frozen tensors only to the first checkpoint.",
+        ignored="every checkpoint is complete; --lora-rank saves the adapters alone, and "
+        "--keep-last-checkpoints limits the space",
     )
     ckpt_max_failed_saves: int = _ckpt(
         3, "Continue training after this many failed saves in a row; one more ends the run."

@@ -15,7 +15,11 @@ from torch import Tensor
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
-from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import DcpFile, write_metadata
+from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import (
+    DcpFile,
+    new_file,
+    write_metadata,
+)
 from megatron.core.dist_checkpointing.megatron_formats.reference_values import reference_rng
 from megatron.training.checkpointing.checkpoint_tensors import rng_state
 from tests.support.reference_checkpoints import ITERATION, unpack
@@ -172,16 +176,15 @@ def test_experts_of_torch_dist_are_read_stacked_or_by_number(
             for n in range(3)
             for half, rows in zip(("_w", "_v"), whole[:, n].chunk(2, 1), strict=True)
         }
-    file = DcpFile(tmp_path, 0, 0)
     tensors: dict[str, Any] = {}
-    for key, values in stored.items():
-        shape = list(values.shape)
-        pieces = [
-            file.add_box([i, *[0] * (len(shape) - 1)], layer.shape, layer.dtype, layer.clone)
-            for i, layer in enumerate(values.contiguous().split(1))
-        ]
-        tensors[key] = {"shape": shape, "dtype": "float32", "pieces": pieces}
-    file.write()
+    with new_file(tmp_path, 0, 0, {}) as file:
+        for key, values in stored.items():
+            shape = list(values.shape)
+            pieces = [
+                file.add_box([i, *[0] * (len(shape) - 1)], layer)
+                for i, layer in enumerate(values.split(1))
+            ]
+            tensors[key] = {"shape": shape, "dtype": "float32", "pieces": pieces}
     write_metadata(tmp_path, tensors, {}, unflattened={})
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     common = {"args": argparse.Namespace(swiglu=True, num_experts=3), "iteration": 5}
@@ -347,8 +350,7 @@ def in_buckets(source: Path, file: DcpFile, tensors: dict[str, Any]) -> dict[str
                     pieces = []
                     for rank, begin, end in ((1, 0, per_rank), (0, 0, 40), (0, 40, per_rank)):
                         part = flat[rank : rank + 1, begin:end]
-                        box = [rank, begin], part.shape, part.dtype
-                        pieces.append(file.add_box(*box, part.contiguous))
+                        pieces.append(file.add_box([rank, begin], part))
                     shape = [2, per_rank]
                     tensors[key] = {"shape": shape, "dtype": "float32", "pieces": pieces}
         objects[f"{prefix}per_bucket_numel_unpadded/shard_0_1"] = file.add([unpadded])
@@ -371,15 +373,14 @@ def test_state_in_buffers_is_read_from_torch_dist(tmp_path: Path, arrange: Any) 
     whole = all_tensors(source)
     folder = tmp_path / "torch_dist"
     folder.mkdir()
-    file = DcpFile(folder, 0, 0)
     tensors: dict[str, Any] = {}
-    for key, values in whole.items():
-        if not key.startswith("optimizer."):
-            shape = list(values.shape)
-            piece = file.add_box([0] * len(shape), shape, values.dtype, values.clone)
-            tensors[key] = {"shape": shape, "dtype": "float32", "pieces": [piece]}
-    objects = arrange(source, file, tensors)
-    file.write()
+    with new_file(folder, 0, 0, {}) as file:
+        for key, values in whole.items():
+            if not key.startswith("optimizer."):
+                shape = list(values.shape)
+                piece = file.add_box([0] * len(shape), values)
+                tensors[key] = {"shape": shape, "dtype": "float32", "pieces": [piece]}
+        objects = arrange(source, file, tensors)
     write_metadata(folder, tensors, objects, unflattened={})
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "num_layers": 2}

@@ -1,4 +1,4 @@
-"""Read torch.save archives without torch.load; write them without importing the classes in them.
+"""Read torch.save archives without torch.load, and write them.
 
 Tensors are not loaded: `StoredArray` has the position of the bytes and reads the requested box.
 The checksum that torch.save stores for every storage is compared at the first read.
@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import mmap
 import os
-import pickle
 import struct
 import zipfile
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
-from typing import Any, BinaryIO, ClassVar, TypeVar, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -52,8 +49,13 @@ class MappedFile:
             self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._checked: set[int] = set()
 
-    def check(self, start: int, num_bytes: int, crc32: int) -> None:
-        """Compare a record with its checksum, once.  Raises CheckpointDamaged."""
+    def elements(
+        self, start: int, num_bytes: int, crc32: int, dtype: torch.dtype, offset: int, count: int
+    ) -> Tensor:
+        """Return a copy of ``count`` values from ``offset`` of the record that begins at ``start``.
+
+        Its bytes are compared with the checksum at the first access.  Raises CheckpointDamaged.
+        """
         if start not in self._checked:
             with memoryview(self.bytes) as view, view[start : start + num_bytes] as record:
                 found = manifest.crc32(record)
@@ -62,19 +64,23 @@ class MappedFile:
                     f"{self.path} is damaged: a tensor at byte {start} does not fit its checksum"
                 )
             self._checked.add(start)
-
-
-View = TypeVar("View", bound="ArrayView")
+        size = dtype.itemsize
+        place = start + offset * size
+        raw = torch.frombuffer(self.bytes, dtype=torch.uint8, count=count * size, offset=place)
+        # The copy is also aligned: an archive inside a file may start at any byte.
+        return raw.clone().view(dtype)
 
 
 @dataclass(frozen=True)
-class ArrayView(ABC):
+class StoredArray:
     """A strided view of stored values.
 
     ``view``: a tensor without values (on device meta) of this dtype, shape, stride and offset.
+    ``elements(offset, count)`` returns a copy of the values.
     """
 
     view: Tensor
+    elements: Callable[[int, int], Tensor]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,45 +97,19 @@ class ArrayView(ABC):
         if 0 in shape:
             return torch.empty(shape, dtype=self.dtype)
         count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-        return self._elements(int(self.view.storage_offset()), count).as_strided(shape, stride)
+        return self.elements(int(self.view.storage_offset()), count).as_strided(shape, stride)
 
-    @abstractmethod
-    def _elements(self, offset: int, count: int) -> Tensor:
-        """Return a copy of ``count`` values starting at ``offset``."""
-
-    def __getitem__(self: View, index: Any) -> View:
+    def __getitem__(self, index: Any) -> StoredArray:
         """Return the part that a tensor returns for ``index``."""
         return replace(self, view=self.view[index])
 
-    def flat(self: View, begin: int, shape: Shape) -> View:
+    def flat(self, begin: int, shape: Shape) -> StoredArray:
         """Return ``prod(shape)`` elements of a contiguous array from ``begin``, with ``shape``."""
         return replace(self, view=self.view.view(-1)[begin : begin + prod(shape)].view(shape))
 
-    def t(self: View) -> View:
+    def t(self) -> StoredArray:
         """Return the transposed matrix."""
         return replace(self, view=self.view.t())
-
-
-@dataclass(frozen=True)
-class StoredArray(ArrayView):
-    """A strided view of one record of a file; ``start`` and ``num_bytes`` are in bytes."""
-
-    file: MappedFile
-    start: int  # bytes from the beginning of the file
-    num_bytes: int
-    crc32: int
-
-    def _elements(self, offset: int, count: int) -> Tensor:
-        self.file.check(self.start, self.num_bytes, self.crc32)
-        size = self.dtype.itemsize
-        raw = torch.frombuffer(
-            self.file.bytes,
-            dtype=torch.uint8,
-            count=count * size,
-            offset=self.start + offset * size,
-        )
-        # The copy is also aligned: an archive inside a file may start at any byte.
-        return raw.clone().view(self.dtype)
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
@@ -189,52 +169,17 @@ def _rebuild(
         if magic != b"PK\x03\x04" or info.compress_type or not fits or not inside:
             raise ValueError(f"record {info.filename} does not hold its tensor")
         view = torch.empty(numel, dtype=dtype, device="meta").as_strided(shape, stride, offset)
-        return StoredArray(view, file, start, info.file_size, info.CRC)
+        return StoredArray(view, partial(file.elements, start, info.file_size, info.CRC, dtype))
 
     return rebuild
 
 
-_PROTOCOL = 2  # as torch.save
-# Modules that were renamed -> their old names, which every reader can import.
-_OLD_HOMES = {"numpy._core.multiarray": "numpy.core.multiarray"}
-
-
-class Named:
-    """An object of a class known only by name: the arguments of its constructor."""
-
-    def __init__(self, *args: object) -> None:
-        self.args = args
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), self.args
-
-
-def named(module: str, name: str) -> type[Named]:
-    """Return a placeholder for class ``name`` of ``module``, which a pickle refers to by name."""
-    return type(name, (Named,), {"__module__": module})
-
-
-class _Pickler(pickle._Pickler):
-    """Pickler that writes class names without importing them, unlike the standard pickler."""
-
-    dispatch: ClassVar[dict[type, Callable[..., None]]] = dict(pickle._Pickler.dispatch)
-
-    def save_global(self: Any, obj: Any, name: str | None = None) -> None:
-        module = "torch" if isinstance(obj, torch.dtype) else obj.__module__
-        name = name or obj.__qualname__
-        self.write(f"c{_OLD_HOMES.get(module, module)}\n{name}\n".encode("ascii"))
-        self.memoize(obj)
-
-    dispatch[type] = dispatch[FunctionType] = save_global
-
-
-_MODULE = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
-
-
 def write_archive(file: BinaryIO, value: object) -> None:
     """Write ``value`` as torch.save does.  Raises OSError."""
-    with full_disk_errors():
-        torch.save(value, file, pickle_module=_MODULE, pickle_protocol=_PROTOCOL)
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:  # torch reports a short file, in place of the full disk
+        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def save_archive(path: Path, value: object) -> FileEntry:
@@ -242,15 +187,6 @@ def save_archive(path: Path, value: object) -> FileEntry:
     with open(path, "wb") as file:  # torch's own file writer hides the OSError of a full disk
         write_archive(file, value)
     return adopt_file(path)
-
-
-@contextmanager
-def full_disk_errors() -> Iterator[None]:
-    """Raise the OSError of a failed write in place of torch's report of a short file."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,6 @@ from megatron.core.dist_checkpointing.manifest import (
     reading,
 )
 from megatron.core.dist_checkpointing.megatron_formats.archive import (
-    ArrayView,
     MappedFile,
     StoredArray,
     load_archive,
@@ -36,7 +35,7 @@ from megatron.core.text_files import path_inside
 class ForeignPiece(StoredBox):
     """A box of a tensor, and a function that returns its stored values."""
 
-    array: Callable[[], ArrayView]
+    array: Callable[[], StoredArray]
 
 
 @dataclass(frozen=True)

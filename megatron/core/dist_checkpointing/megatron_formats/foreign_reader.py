@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -27,8 +28,8 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
 )
 from megatron.core.dist_checkpointing.megatron_formats.archive import (
-    ArrayView,
     MappedFile,
+    StoredArray,
 )
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpTensor, ForeignPiece
 from megatron.core.dist_checkpointing.megatron_formats.names import (
@@ -38,7 +39,11 @@ from megatron.core.dist_checkpointing.megatron_formats.names import (
     split_expert,
     split_state,
 )
-from megatron.core.dist_checkpointing.megatron_formats.reference_values import COUNTERS, FLOPS
+from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
+    COUNTERS,
+    FLOPS,
+    RERUN_STATES,
+)
 from megatron.core.dist_checkpointing.megatron_formats.unpickler import Record
 from megatron.core.dist_checkpointing.plain_values import plain, to_json
 from megatron.core.dist_checkpointing.reader import Box, CheckpointReader, StoredBox, StoredTensor
@@ -98,13 +103,10 @@ class ForeignReader(CheckpointReader):
         with parsing(self.folder):
             if (state := self._rng_state(rank)) is not None:
                 found[RNG_STATE] = rng_state_of(state)
-            if (rerun := self._rerun_state(rank)) is not None:
-                found[RERUN_STATE] = rerun
+            reruns = json.loads(self.values.get(RERUN_STATES, "[]"))
+            if rank < len(reruns) and reruns[rank] is not None:
+                found[RERUN_STATE] = reruns[rank]
         return found or None
-
-    @abstractmethod
-    def _rerun_state(self, rank: int) -> JsonObject | None:
-        """Return the state of the rerun state machine of ``rank``; None if there is none."""
 
     @abstractmethod
     def _rng_state(self, rank: int) -> Unpickled | None:
@@ -135,7 +137,7 @@ class ForeignReader(CheckpointReader):
     def _add(self, key: str, dtype: torch.dtype, piece: ForeignPiece) -> None:
         self._found.setdefault(key, (dtype, []))[1].append(piece)
 
-    def _place(self, prefix: str, name: str, rank: int, array: ArrayView) -> None:
+    def _place(self, prefix: str, name: str, rank: int, array: StoredArray) -> None:
         """Add the shard of tensor-parallel ``rank``.
 
         For an expert, ``rank`` is the rank in the expert tensor-parallel group.  Skips copies: tied
@@ -167,11 +169,11 @@ class ForeignReader(CheckpointReader):
             offset[dim] = whole.start
             self._add_rows(prefix + name, tuple(offset), array[tuple(box)])
 
-    def _add_rows(self, key: str, offset: Shape, array: ArrayView) -> None:
+    def _add_rows(self, key: str, offset: Shape, array: StoredArray) -> None:
         """Add a box, its query, key and value rows in our order (`_in_our_order`)."""
         version = float(self.values.get("checkpoint_version", 0))
         heads = int(self.args.get("num_attention_heads") or 1) // degree(self.args, "tensor")
-        parts: Iterable[tuple[int, ArrayView]] = [(0, array)]
+        parts: Iterable[tuple[int, StoredArray]] = [(0, array)]
         if version < 2 and "linear_qkv" in key:
             parts = _in_our_order(array, version, max(1, heads))
         for row, part in parts:
@@ -218,7 +220,9 @@ def span_of(pieces: Iterable[StoredBox]) -> Shape:
     return tuple(map(max, zip(*ends, strict=True)))
 
 
-def _in_our_order(array: ArrayView, version: float, heads: int) -> Iterator[tuple[int, ArrayView]]:
+def _in_our_order(
+    array: StoredArray, version: float, heads: int
+) -> Iterator[tuple[int, StoredArray]]:
     """Yield (row in our order, stored rows) of the QKV matrix of a rank with ``heads`` heads.
 
     Our order: query, key and value rows of each head in turn.  Checkpoint version 0 stores all
@@ -289,7 +293,7 @@ def as_json(value: object) -> Nested:
 def _convert(value: object) -> object:
     if isinstance(value, DcpTensor):
         value = value.chunks[0].array()
-    if isinstance(value, ArrayView):
+    if isinstance(value, StoredArray):
         return value.read().item()
     if type(value).__name__ == "Namespace":
         return vars(value)

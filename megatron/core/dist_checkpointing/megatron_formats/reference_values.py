@@ -1,25 +1,24 @@
 """Convert values other than tensors to Megatron-LM's form; inverse of `common_values`.
 
-Of the rerun state machine Megatron-LM saves a dictionary with ``mode`` and ``sharded``, whose
-objects are of classes of its module ``megatron.core.rerun_state_machine``.  The state as JSON is
-saved beside its fields, under ``saved_state``, because it has more of them.
+The state of the rerun state machine is not converted: Megatron-LM's has other fields.  It is saved
+under a key that Megatron-LM does not read.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from megatron.core.config.value_types import JsonObject, StateDict, Unpickled
-from megatron.core.dist_checkpointing.manifest import Common
-from megatron.core.dist_checkpointing.megatron_formats.archive import Named, named
+from megatron.core.config.value_types import JsonObject, StateDict
+from megatron.core.dist_checkpointing.manifest import RERUN_STATE, Common
 from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import numbered_groups
 from megatron.core.dist_checkpointing.plain_values import from_json
 from megatron.core.enums import AttnBackend, ModelType
 
+RERUN_STATES = "rerun_states"  # JSON text: a list with the state of each rank
 FLOPS = "num_floating_point_operations_so_far"
 # Entries of a parameter group that torch's AdamW has and this project does not.
 _ADAM_GROUP = {
@@ -46,7 +45,7 @@ def reference_values(common: Common) -> StateDict:
     args |= {
         **{name: counters[name] for name in COUNTERS},
         "iteration": 0,
-        "model_type": named("megatron.core.enums", "ModelType")(kind.value),
+        "model_type": kind,
         **dict.fromkeys(("do_train", "do_valid", "do_test"), True),
     }
     values = {
@@ -138,94 +137,13 @@ def reference_rng(values: JsonObject) -> StateDict:
 def _restored(name: str, value: object) -> object:
     """Return a value of the command line with the type that its parser produces."""
     if name == "attention_backend" and isinstance(value, str):
-        backend = AttnBackend[value].value
-        return named("megatron.core.transformer.enums", "AttnBackend")(backend)
+        return AttnBackend[value]
     if isinstance(value, str) and value.startswith("torch."):
         return getattr(torch, value.removeprefix("torch."), value)
     return value
 
 
-RERUN_SHARDS = "rerun_state_machine_state"  # Megatron-LM's key of the ranks' states in torch_dist
-RANKS = "ranks"  # global rank -> its state as JSON, in the files of torch, which ranks share
-_SAVED = "saved_state"
-_WILL_RERUN = 3
-
-
-def reference_mode() -> StateDict:
-    """Return the part of the state that all ranks share."""
-    return {"mode": _object("RerunMode", "validate_results")}
-
-
-def reference_rerun(saved: JsonObject) -> StateDict:
-    """Convert the state of a rank to the dictionary ``sharded`` of Megatron-LM."""
-    suspect = saved["suspect"]
-    injector = saved["error_injector_checkpoint"]
-    kinds = {
-        name: injector[name] and _object("RerunDiagnostic", injector[name])
-        for name in ("error_injection_type", "injected_error_type")
-    }
-    call = result = node = number = None
-    if suspect is not None:
-        (message, rank), sequence = suspect["call"]
-        call = _object("Call", _object("Caller", message, rank), sequence)
-        _, node, device = suspect["place"]
-        number = int(device) if device.isdecimal() else None
-        result = suspect["result"]
-        if isinstance(result, list):  # shape and values of a tensor; Megatron-LM's are losses
-            result = result[1][0] if len(result[1]) == 1 else None
-    is_pending = saved["state"] == _WILL_RERUN
-    return {
-        "state": _object("RerunState", saved["state"]),
-        "current_iteration": saved["current_iteration"],
-        "rerun_requested": is_pending,
-        "checkpoint_requested": is_pending,
-        "restart_again_requested": False,
-        "continue_requested": False,
-        "error_injector_checkpoint": {**injector, **kinds},
-        "failed_validation_call": call,
-        "initial_result": None if result is None else float(result),
-        "suspicious_node": node,
-        "suspicious_device": number,
-        "data_iterator_checkpoints": None,
-        "large_value_counts": saved["large_value_counts"],
-        "max_values": saved["max_values"],
-        _SAVED: saved,
-    }
-
-
-def rerun_state_of(sharded: Mapping[str, Unpickled]) -> JsonObject:
-    """Return the state of a rank as JSON from the dictionary ``sharded`` of Megatron-LM."""
-    if _SAVED in sharded:
-        own: JsonObject = sharded[_SAVED]
-        return own
-    call = sharded["failed_validation_call"]
-    suspect = None
-    if call is not None:
-        caller, sequence = call.pickled_args
-        message, rank = caller.pickled_args
-        result = sharded["initial_result"]
-        result = result.read().double().item() if hasattr(result, "read") else result
-        device = str(sharded["suspicious_device"])
-        suspect = {
-            "call": [[message, rank], sequence],
-            "result": None if result is None else repr(float(result)),
-            "place": [rank, str(sharded["suspicious_node"]), device],
-            "fatal": True,
-            "is_shared": False,
-            "num_starts": 0,
-        }
-    return {
-        "state": sharded["state"].pickled_args[0],
-        "current_iteration": sharded["current_iteration"],
-        "suspect": suspect,
-        "error_injector_checkpoint": {
-            name: value.pickled_args[0] if hasattr(value, "pickled_args") else value
-            for name, value in sharded["error_injector_checkpoint"].items()
-        },
-        "large_value_counts": dict(sharded["large_value_counts"]),
-        "max_values": dict(sharded["max_values"]),
-    }
-
-
-def _object(name: str, *args: object) -> Named:
-    return named("megatron.core.rerun_state_machine", name)(*args)
+def rerun_entry(rank_states: Iterable[JsonObject]) -> StateDict:
+    """Return the states of the rerun state machine of all ranks as one value, if there are any."""
+    found = [state.get(RERUN_STATE) for state in rank_states]
+    return {RERUN_STATES: json.dumps(found)} if any(found) else {}

@@ -6,18 +6,13 @@ is stored by parameter number as in format ``torch``, or by parameter name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.config.value_types import JsonObject, Nested, StateDict, Unpickled
-from megatron.core.dist_checkpointing.manifest import (
-    METADATA,
-    RERUN_STATE,
-    parsing,
-)
+from megatron.core.config.value_types import Nested, StateDict, Unpickled
+from megatron.core.dist_checkpointing.manifest import METADATA, parsing
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import (
     DcpIndex,
     DcpTensor,
@@ -84,12 +79,6 @@ class TorchDcpReader(ForeignReader):
                 return None
             rank = 0
         return _with_arrays(states[rank])
-
-    def _rerun_state(self, rank: int) -> JsonObject | None:
-        """Return what this program has saved; Megatron-LM saves that of one rank only."""
-        text = self.values.get(RERUN_STATE)
-        states = json.loads(text) if isinstance(text, str) else []
-        return states[rank] if rank < len(states) else None
 
     def _optimizer_state(
         self, optimizer: Unpickled, params: list[tuple[str, DcpTensor]]

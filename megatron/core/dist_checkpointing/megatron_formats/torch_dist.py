@@ -22,19 +22,18 @@ available: the format is inferred from public descriptions of core_v0.14.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
-from megatron.core.config.value_types import Arguments, JsonObject, Shape, Unpickled
+from megatron.core.config.value_types import Arguments, Shape, Unpickled
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_FILE,
     METADATA,
@@ -42,7 +41,7 @@ from megatron.core.dist_checkpointing.manifest import (
     Layout,
     parsing,
 )
-from megatron.core.dist_checkpointing.megatron_formats.archive import ArrayView, load_archive
+from megatron.core.dist_checkpointing.megatron_formats.archive import StoredArray, load_archive
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import (
     DcpIndex,
     DcpTensor,
@@ -68,14 +67,13 @@ from megatron.core.dist_checkpointing.megatron_formats.names import (
     split_state,
 )
 from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import optimizer_state
-from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
-    RERUN_SHARDS,
-    rerun_state_of,
-)
 from megatron.core.parallel.rank_grid import RankGrid
 from megatron.core.params.param_info import flat_boxes
 
-_GATHERED = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.param_state/")
+_GROUP = r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
+_GATHERED = re.compile(_GROUP + r"param_state/")
+_BUCKET = re.compile(_GROUP + r"gbuf_idx_(\d+)\.dtype_\((.+)\)\.bucket_idx_(\d+)\.(\w+)")
+_SIZES = re.compile(_GROUP + r"per_bucket_numel_unpadded(?:/|$)")
 _EXPERTS = re.compile(r"\.experts\.experts\.(?!\d)")
 _Weights = Mapping[str, tuple[torch.dtype, Sequence[ForeignPiece]]]
 
@@ -107,18 +105,17 @@ class TorchDistReader(ForeignReader):
         """
         weights = {key: found for key, found in self._found.items() if not split_state(key)[0]}
         index = self._index
+        buffers: dict[int, Unpickled] = {}
         for key in (*sorted(index.objects), *index.tensors):
-            if key.startswith("chained_1.") and (".param_state/" in key or _BUCKET.fullmatch(key)):
+            found = _GATHERED.match(key) or _BUCKET.fullmatch(key)
+            if found and found[1] == "1":
                 raise CheckpointError(
                     f"{self.folder}: {key} is the state of experts, gathered or saved bucket by "
                     "bucket, which is not read; --no-load-optim does without"
                 )
-        buffers = [
-            (int(found[1]), index.load(key)[0])  # every object is stored in a list
-            for key in sorted(index.objects)
-            if (found := _GATHERED.match(key))
-        ]
-        for group, stored in (*buffers, *read_buckets(index)):
+            if found and key in index.objects:
+                (buffers[int(found[2])],) = index.load(key)  # every object is stored in a list
+        for group, stored in (buffers | read_buckets(index)).items():
             stage, rank = divmod(group, degree(self.args, "tensor"))
             what = f"{self.folder}: the optimizer's state of dp_group_idx_{group}"
             chunks = self._params_of(stage, weights)
@@ -158,10 +155,6 @@ class TorchDistReader(ForeignReader):
             return None
         (states,) = self._index.load(key)
         return states[at["dp"] % len(states)]
-
-    def _rerun_state(self, rank: int) -> JsonObject | None:
-        key = f"{RERUN_SHARDS}/shard_{rank}_{self.manifest.layout['world_size']}"
-        return rerun_state_of(self._index.load(key)[0]) if key in self._index.objects else None
 
 
 def rng_shard(layout: Layout, rank: int) -> tuple[str, dict[str, int]]:
@@ -238,62 +231,31 @@ def _boxes(tensor: DcpTensor, chunk: ForeignPiece) -> Iterator[ForeignPiece]:
         done += prod(shape)
 
 
-def _select(array: Callable[[], ArrayView], place: Shape) -> ArrayView:
+def _select(array: Callable[[], StoredArray], place: Shape) -> StoredArray:
     return array()[place]
 
 
-_GROUP = r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
-_BUCKET = re.compile(_GROUP + r"gbuf_idx_(\d+)\.dtype_\((.+)\)\.bucket_idx_(\d+)\.(\w+)")
-_SIZES = re.compile(_GROUP + r"per_bucket_numel_unpadded(?:/|$)")
-
-Dtypes = tuple[torch.dtype, ...]  # (dtype of the parameters, dtype of their gradients)
-Buffers = dict[int, dict[Dtypes, dict[str, ArrayView]]]  # as in distrib_optim.pt of format torch
-
-
-@dataclass(frozen=True)
-class JoinedArray(ArrayView):
-    """A view of a flat array stored in several places: (begin, end, elements) of each part."""
-
-    parts: Sequence[tuple[int, int, Callable[[], ArrayView]]]
-
-    def _elements(self, offset: int, count: int) -> Tensor:
-        flat, missing = torch.empty(count, dtype=self.dtype), count
-        for begin, end, array in self.parts:
-            low = max(begin, offset)
-            high = min(end, offset + count)
-            if low < high:
-                values = array().flat(low - begin, (high - low,)).read()
-                flat[low - offset : high - offset] = values
-                missing -= high - low
-        if missing:
-            raise CheckpointDamaged(f"{missing} elements of a bucket of the optimizer are missing")
-        return flat
-
-
-def read_buckets(index: DcpIndex) -> Iterator[tuple[int, Buffers]]:
-    """Yield the number of each data-parallel group, and its buffers without padding."""
-    found: dict[int, dict[tuple[int, str, str], dict[int, DcpTensor]]] = defaultdict(
-        lambda: defaultdict(dict)
+def read_buckets(index: DcpIndex) -> dict[int, Unpickled]:
+    """Return the buffers of each data-parallel group, as in distrib_optim.pt of format torch."""
+    sizes = {int(match[2]): key for key in index.objects if (match := _SIZES.match(key))}
+    matches = map(_BUCKET.fullmatch, index.tensors)
+    found = sorted(
+        (int(match[2]), int(match[3]), match[4], match[6], int(match[5]), match.string)
+        for match in matches
+        if match
     )
-    for key, tensor in index.tensors.items():
-        if match := _BUCKET.fullmatch(key):
-            group, buffer, dtypes, bucket, kind = match.groups()
-            found[int(group)][int(buffer), dtypes, kind][int(bucket)] = tensor
-    sizes = {int(match[1]): key for key in index.objects if (match := _SIZES.match(key))}
-    for number, stored in sorted(found.items()):
-        (unpadded,) = index.load(sizes[number])
-        buffers: Buffers = defaultdict(lambda: defaultdict(dict))
-        for (buffer_number, text, kind), buckets in sorted(stored.items()):
-            key, lengths = next(
-                item for item in unpadded[buffer_number].items() if str(item[0]) == f"({text})"
-            )
-            buffers[buffer_number][key][kind] = _concatenate(
-                [tensor for _, tensor in sorted(buckets.items())], lengths
-            )
-        yield number, buffers
+    groups: dict[int, Unpickled] = {}
+    for (group, number, dtypes, kind), buckets in groupby(found, key=itemgetter(0, 1, 2, 3)):
+        (unpadded,) = index.load(sizes[group])
+        key, lengths = next(
+            item for item in unpadded[number].items() if str(item[0]) == f"({dtypes})"
+        )
+        buffer = groups.setdefault(group, {}).setdefault(number, {}).setdefault(key, {})
+        buffer[kind] = _concatenate([index.tensors[name] for *_, name in buckets], lengths)
+    return groups
 
 
-def _concatenate(buckets: Sequence[DcpTensor], lengths: Sequence[int]) -> JoinedArray:
+def _concatenate(buckets: Sequence[DcpTensor], lengths: Sequence[int]) -> StoredArray:
     """Concatenate the buckets, each without its padding."""
     parts = []
     done = 0
@@ -306,4 +268,22 @@ def _concatenate(buckets: Sequence[DcpTensor], lengths: Sequence[int]) -> Joined
             if first < last:
                 parts.append((done + first, done + last, chunk.array))
         done += length
-    return JoinedArray(torch.empty(done, dtype=buckets[0].dtype, device="meta"), parts)
+    flat = torch.empty(done, dtype=buckets[0].dtype, device="meta")
+    return StoredArray(flat, partial(_joined, parts, flat.dtype))
+
+
+_Parts = Sequence[tuple[int, int, Callable[[], StoredArray]]]  # begin, end, values
+
+
+def _joined(parts: _Parts, dtype: torch.dtype, offset: int, count: int) -> Tensor:
+    """Return the values from ``offset`` of a flat array that is stored in ``parts``."""
+    flat, missing = torch.empty(count, dtype=dtype), count
+    for begin, end, array in parts:
+        low = max(begin, offset)
+        high = min(end, offset + count)
+        if low < high:
+            flat[low - offset : high - offset] = array().flat(low - begin, (high - low,)).read()
+            missing -= high - low
+    if missing:
+        raise CheckpointDamaged(f"{missing} elements of a bucket of the optimizer are missing")
+    return flat

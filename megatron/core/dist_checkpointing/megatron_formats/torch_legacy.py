@@ -46,7 +46,6 @@ from megatron.core.dist_checkpointing.formats import (
     files_of,
 )
 from megatron.core.dist_checkpointing.manifest import (
-    RERUN_STATE,
     RNG_STATE,
     Common,
     FileEntries,
@@ -89,17 +88,14 @@ from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import (
     starts_in_buffer,
 )
 from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
-    RANKS,
     grad_scaler,
     has_two_optimizers,
     is_distributed,
     numbered_optimizer,
     param_groups,
-    reference_mode,
-    reference_rerun,
     reference_rng,
     reference_values,
-    rerun_state_of,
+    rerun_entry,
 )
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY, shorten
@@ -172,18 +168,6 @@ class TorchLegacyReader(ForeignReader):
         ep = RankGrid(dict(self.manifest.layout["expert"])).coordinate(rank).get("ep", 0)
         states = self._ranks.get((at["tp"], at["pp"], ep), {}).get("rng_state")
         return states[at["dp"] % len(states)] if states else None
-
-    def _rerun_state(self, rank: int) -> JsonObject | None:
-        at = self._coordinate(rank)
-        contents = (c for r, c in self._ranks.items() if r[:2] == (at["tp"], at["pp"]))
-        found = next(contents, {}).get(RERUN_STATE)
-        if found is None:
-            return None
-        if own := found.get(RANKS):
-            state: JsonObject | None = own.get(rank)
-            return state
-        # Megatron-LM saves that of the first data-parallel rank.
-        return rerun_state_of(found["sharded"]) if at["dp"] == 0 else None
 
     def _load_ranks(self) -> dict[Rank, StateDict]:
         """Return the contents of the file of each rank."""
@@ -354,6 +338,11 @@ class _Tree:
         self.tp = degree(self.args, "tensor")
         self.pp = degree(self.args, "pipeline")
         self.num_chunks = int(self.args.get("virtual_pipeline_model_parallel_size") or 1)
+        self.states: list[tuple[Mapping[str, int], JsonObject]] = []  # of each rank, by coordinate
+        if layout := reader.manifest.layout:
+            grid = RankGrid(dict(layout["dense"]))
+            ranks = range(int(layout["world_size"]))
+            self.states = [(grid.coordinate(r), reader.rank_state(r) or {}) for r in ranks]
 
     def check_names(self) -> None:
         """Raise CheckpointError unless every weight is in some file."""
@@ -384,16 +373,11 @@ class _Tree:
         buffers = None
         if self.common.get("optimizer") is not None:
             content["optimizer"], buffers = self._optimizers(params, tp, pp)
-        states = dict(self._rank_states(tp, pp))
-        first = next(iter(states.values()), {})
+        first = next((state for at, state in self.states if (at["tp"], at["pp"]) == (tp, pp)), {})
         if RNG_STATE in first:
             content["rng_state"] = [reference_rng(first[RNG_STATE])]
-        if RERUN_STATE in first:
-            content[RERUN_STATE] = {
-                **reference_mode(),
-                "sharded": reference_rerun(first[RERUN_STATE]),
-                RANKS: {r: state[RERUN_STATE] for r, state in states.items()},
-            }
+        if rank == (0, 0, 0):
+            content |= rerun_entry(state for _, state in self.states)
         yield MODEL_FILE, content
         if buffers is not None:
             yield BUFFER_FILE, buffers
@@ -512,19 +496,3 @@ class _Tree:
             in_fp32 = any(map(self.args.get, ("accumulate_allreduce_grads_in_fp32", "bf16")))
             buffers[number] = {(dtype, torch.float32 if in_fp32 else dtype): entry}
         return buffers
-
-    def _rank_states(self, tp: int, pp: int) -> Iterator[tuple[int, JsonObject]]:
-        """Yield the global ranks of (tp, pp) and their states.
-
-        Only the first one, unless the state of reruns is saved, of which every rank has its own.
-        """
-        layout = self.reader.manifest.layout
-        if not layout:
-            return
-        grid = RankGrid(dict(layout["dense"]))
-        for rank in range(int(layout["world_size"])):
-            at = grid.coordinate(rank)
-            if (at["tp"], at["pp"]) == (tp, pp) and (state := self.reader.rank_state(rank)):
-                yield rank, state
-                if RERUN_STATE not in state:
-                    return

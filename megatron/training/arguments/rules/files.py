@@ -192,11 +192,6 @@ _CHECKPOINTS = (
             ),
         ),
     ),
-    Rule(  # only the index of that format has hashes that show which data is unchanged
-        "--ckpt-incremental does not support {--ckpt-format}, which stores no hashes of tensors: "
-        "use --ckpt-format safetensors_dist",
-        lambda c: c.ckpt_incremental and c.ckpt_format != "safetensors_dist",
-    ),
     Rule(
         "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir",
     ),

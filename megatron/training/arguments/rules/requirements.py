@@ -88,7 +88,7 @@ _FLAGS_NEEDED = parse_table(
 --tokenizer-type MultimodalTokenizer | tokenizer_prompt_format special_tokens image_tag_type
     force_system_message
 --save | save_interval save_retain_interval keep_last_checkpoints ckpt_max_failed_saves
-    ckpt_incremental async_save no_save_optim no_save_rng
+    async_save no_save_optim no_save_rng
 --non-persistent-ckpt-type global | non_persistent_global_ckpt_dir
 --non-persistent-ckpt-type local or in_memory | non_persistent_local_ckpt_dir
     non_persistent_local_ckpt_algo
