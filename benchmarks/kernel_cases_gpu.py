@@ -14,15 +14,10 @@ from benchmarks.kernel_cases import Case, both_ways, drawn
 from megatron.core import device
 from megatron.core.activations import openai_gelu, quick_gelu
 from megatron.core.fusions.bias_glu import activation, glu
-from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_gradient
 from megatron.core.fusions.quantize import product, quantize, quantize_and_look
-from megatron.core.fusions.rms_norm import (
-    adds_in_norm,
-    layer_norm,
-    norm_rows_of_sum,
-    rms_norm,
-)
+from megatron.core.fusions.rms_norm import adds_in_norm, norm_rows_of_sum, rms_norm
 from megatron.core.fusions.rope import RotaryTable, apply_rotary, split_and_rotate
 from megatron.core.low_precision import E4M3, Block
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -81,24 +76,6 @@ def _split_rotary() -> Case:
     return Case("QKV split and rotary positions", 4 * packed.nbytes, work)
 
 
-def _norm(is_rms: bool) -> Case:
-    x, weight, bias = drawn(_TOKENS, _WIDTH), drawn(_WIDTH), drawn(_WIDTH)
-    if is_rms:
-        return both_ways("RMSNorm", lambda *a: rms_norm(*a, 1e-5), x, weight, passes=5)
-    return both_ways("LayerNorm", lambda *a: layer_norm(*a, 1e-5), x, weight, bias, passes=5)
-
-
-def _seam(prob: float) -> Case:
-    x, bias, residual = drawn(_TOKENS, _WIDTH), drawn(_WIDTH), drawn(_TOKENS, _WIDTH)
-
-    def seam(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-        return bias_dropout_add((x, bias), residual, prob, True)
-
-    # Backward: without dropout only the sum for the bias reads the gradient.
-    passes = 6 if prob else 4
-    return both_ways(f"bias, dropout {prob}, residual", seam, x, bias, residual, passes=passes)
-
-
 def _norm_of_sum() -> Case:
     shapes = ((_TOKENS, _WIDTH), (_TOKENS, _WIDTH), (_WIDTH,))
     x, residual, weight = leaves = [drawn(*shape).requires_grad_() for shape in shapes]
@@ -108,7 +85,7 @@ def _norm_of_sum() -> Case:
         if adds_in_norm(x, None, residual):
             both = norm_rows_of_sum((x, None), residual, 0.0, (weight, None), 1e-5)
         else:
-            total = bias_dropout_add((x, None), residual, 0.0, True)
+            total = get_bias_dropout_add(True, False)((x, None), residual, 0.0)
             both = total, rms_norm(total, weight, 1e-5)
         torch.autograd.grad(both, leaves, (grad, grad))
 
@@ -182,10 +159,6 @@ CASES: list[Callable[[], Case]] = [
     _weighed,
     _rotary,
     _split_rotary,
-    partial(_norm, True),
-    partial(_norm, False),
-    partial(_seam, 0.0),
-    partial(_seam, 0.1),
     _norm_of_sum,
     _rows,
     _scan,

@@ -13,9 +13,8 @@ from torch import Tensor
 from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
 from megatron.core.fusions import linear_cross_entropy as loss_fusion
 from megatron.core.fusions.bias_glu import activation, glu, glu_reference, weighed
-from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
 from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_gradient
-from megatron.core.fusions.rms_norm import layer_norm, norm_rows_of_sum, rms_norm
+from megatron.core.fusions.rms_norm import norm_rows_of_sum
 from megatron.core.fusions.rope import RotaryTable, apply_rotary, split_and_rotate
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.moe.token_dispatcher import Order, by_expert, combine, expand
@@ -230,7 +229,7 @@ def test_bias_and_residual(dtype: torch.dtype, where: str) -> None:
     residual = torch.randn(3, 5, 130, device=where)
 
     def seam(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-        return bias_dropout_add((x, bias), residual, 0.3, False)
+        return norm_rows_of_sum((x, bias), residual, 0.0)[0]
 
     compare(seam, lambda x, bias, residual: x + bias + residual, x, bias, residual)
 
@@ -240,7 +239,7 @@ def test_dropout_comes_from_the_generator_and_comes_again(where: str) -> None:
     leaf = x.clone().requires_grad_()
 
     def drop(x: Tensor) -> Tensor:
-        return bias_dropout_add((x, None), residual, 0.25, True)
+        return norm_rows_of_sum((x, None), residual, 0.25)[0]
 
     torch.manual_seed(7)
     first, second = drop(leaf), checkpoint(drop, False, leaf)
@@ -270,24 +269,6 @@ def test_rows_of_tokens(left_out: int, dtype: torch.dtype, where: str) -> None:
     compare(lambda x: combine(expand(x, order) * weights, order), reference, x)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_rms", [False, True])
-def test_norms(
-    is_rms: bool, dtype: torch.dtype, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two programs sum up the weight's gradient, one of them over fewer rows."""
-    monkeypatch.setattr("megatron.core.fusions.triton.norm._ROWS", 2)
-    width = 1030
-    x = torch.randn(1, 5, width, device=where).add_(1).to(dtype)
-    weight, bias = torch.randn(2, width, device=where).to(dtype)
-    if is_rms:
-        ours = lambda x, w: rms_norm(x, w, 1e-3)  # noqa: E731
-        compare(ours, lambda x, w: references.rms_norm(x, w, 1e-3), x, weight)
-    else:
-        plain = lambda x, w, b: F.layer_norm(x, (width,), w, b, 1e-3)  # noqa: E731
-        compare(lambda x, w, b: layer_norm(x, w, b, 1e-3), plain, x, weight, bias)
-
-
 @pytest.mark.parametrize(
     ("stream", "dtype"),
     [*zip(DTYPES, DTYPES, strict=True), (torch.float32, torch.bfloat16)],
@@ -301,7 +282,10 @@ def test_norms_of_sums_with_the_residual_stream(
     where: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The sum and its norm; both have gradients, and so has the bias."""
+    """The sum and its norm; both have gradients, and so has the bias.
+
+    Two programs sum up the weight's gradient, one of them over fewer rows.
+    """
     monkeypatch.setattr("megatron.core.fusions.triton.norm._ROWS", 2)
     width = 1030
     # Eighths, whose sums bfloat16 has: the norm is of the rounded sum.
@@ -332,7 +316,7 @@ def test_norms_of_sums_with_the_residual_stream(
 
 @pytest.mark.parametrize("width", [1028, 1030])
 def test_norms_of_sums_drop_as_the_generator_says(width: int, where: str) -> None:
-    """The mask of backward is that of forward; rows of 4 n values drop what a sum alone drops."""
+    """The mask of backward is that of forward; a sum alone drops the same values."""
     x, residual = torch.ones(7, width, device=where), torch.zeros(7, width, device=where)
     weight, leaf = torch.ones(width, device=where), x.clone().requires_grad_()
     bias = torch.zeros(width, device=where, requires_grad=True)
@@ -344,6 +328,5 @@ def test_norms_of_sums_drop_as_the_generator_says(width: int, where: str) -> Non
     kept = (total != 0).float().mean()
     torch.testing.assert_close(kept, kept.new_tensor(0.75), atol=0.03, rtol=0)
     torch.manual_seed(7)
-    alone = bias_dropout_add((x, None), residual, 0.25, True)
-    if width % 4 == 0:
-        torch.testing.assert_close(alone, total.detach(), **tolerances.BITWISE)
+    alone, _ = norm_rows_of_sum((x, None), residual, 0.25)
+    torch.testing.assert_close(alone, total.detach(), **tolerances.BITWISE)

@@ -66,16 +66,10 @@ def _launch_norm(norm: Any) -> None:
         residual = _leaf(*x.shape, dtype=FP32)
         weight = _leaf(width)
         bias = _leaf(width)
-        norm.norm(x, weight, None, 1e-5).backward(torch.empty_like(x))
-        norm.norm(x, weight, bias, 1e-5).backward(torch.empty_like(x))
         both = norm.norm_of_sum(x, bias, residual, 0.1, (weight, bias), 1e-5)
         torch.autograd.backward(both, [torch.empty_like(y) for y in both])
-
-
-def _launch_bias_dropout_add(fusion: Any) -> None:
-    residual = _leaf(2**19, 2**14, dtype=FP32)
-    out = fusion.bias_dropout_add(_leaf(*residual.shape), _leaf(2**14), residual, 0.1)
-    out.backward(torch.empty_like(residual))
+        total, _ = norm.norm_of_sum(x, bias, residual, 0.1, (None, None), 0.0)
+        total.backward(torch.empty_like(total))
 
 
 def _launch_bias_activation(fusion: Any) -> None:
@@ -109,14 +103,8 @@ def _launch_rope(rope: Any) -> None:
     angles = _empty(_LONG, 1, 1, 64, dtype=FP32)
     rope.rotate(_empty(_LONG, 1, 128, 128), angles, angles, False, 1)
     rope.rotate(_heads(_LONG, 128, 128), angles, angles, False, -1)
-    rope.split(_empty(_LONG, 2, 16, 10 * 128), 128, (angles, angles), None)
+    rope.split(_empty(_LONG, 2, 16, 10 * 128), 128, (angles, angles))
     rope.join(tuple(_heads(_LONG, n, 128) for n in (128, 16, 16)), (angles, angles))
-    for width, half in ((128, 64), (256, 32)):
-        angles = _empty(_LONG, 1, 1, half, dtype=FP32)
-        packed = _empty(_LONG, 2, 16, 10 * width)
-        norms = _empty(width), _empty(width), 1e-6
-        parts = rope.split(packed, width, (angles, angles), norms)
-        rope.join_norms(packed, parts, (angles, angles), norms)
 
 
 def _launch_router(router: Any) -> None:

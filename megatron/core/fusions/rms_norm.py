@@ -1,12 +1,12 @@
 """x / rms(x) * weight with float32 statistics; only the input is saved for backward.
 
-``h`` is the width.  On a GPU torch has its own kernel, which is used for rows too narrow or too
-wide for ours; on a CPU torch's formula saves three tensors of the input's size.
+``h`` is the width.  On a GPU torch has its own kernel, and ours adds to the residual stream before
+the norm; on a CPU torch's formula saves three tensors of the input's size.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,9 +50,6 @@ class _RMSNorm(Function[Tensor]):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalize rows [..., h] with weight [h]."""
-    if fused := _of_gpu(x, weight):
-        y: Tensor = fused.norm(x, weight, None, eps)
-        return y
     if device.is_cuda(x.device):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     if _fits(x, weight) and cpu_kernels.take(x, weight):
@@ -62,9 +59,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Normalize rows [..., h] with weight and bias [h]; torch has a kernel everywhere."""
-    if fused := _of_gpu(x, weight):
-        y: Tensor = fused.norm(x, weight, bias, eps)
-        return y
     # In float32 torch's own is as fast.
     if x.dtype == torch.bfloat16 and _fits(x, weight) and cpu_kernels.take(x, weight, bias):
         return ops.norm(x, weight, bias, eps)
@@ -97,17 +91,18 @@ def norm_rows_of_sum(
     x_with_bias: tuple[Tensor, Tensor | None],
     residual: Tensor,
     prob: float,
-    parameters: tuple[Tensor, Tensor | None],
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+    parameters: tuple[Tensor | None, Tensor | None] = (None, None),
+    eps: float = 0.0,
+) -> tuple[Tensor, Any]:
     """Return residual + dropout(x + bias), and its norm in the dtype of ``parameters``.
 
-    ``parameters``: weight and bias [h] as `norm_rows` takes them.  See `adds_in_norm`.
+    ``parameters``: weight and bias [h] as `norm_rows` takes them; without a weight the norm is
+    None.  See `adds_in_norm`.
     """
     x, bias = x_with_bias
     fused = kernels.find("norm", x)
     assert fused is not None, "adds_in_norm tells whether there is a kernel"
-    both: tuple[Tensor, Tensor] = fused.norm_of_sum(x, bias, residual, prob, parameters, eps)
+    both: tuple[Tensor, Any] = fused.norm_of_sum(x, bias, residual, prob, parameters, eps)
     return both
 
 
@@ -125,8 +120,3 @@ def norm_rows_alike(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
 def _fits(x: Tensor, weight: Tensor) -> bool:
     """Whether a kernel can read the tensors; for other shapes torch reports the error."""
     return x.is_contiguous() and weight.shape == x.shape[-1:]
-
-
-def _of_gpu(x: Tensor, weight: Tensor) -> ModuleType | None:
-    fits = x.shape[-1] in _WIDTHS and _fits(x, weight) and x.dtype == weight.dtype
-    return kernels.find("norm", x, weight) if fits else None

@@ -39,37 +39,25 @@ Parts = tuple[Tensor, ...]  # queries, keys and values
 Norm = Callable[[Tensor], Tensor]
 
 
-class RMSNorms(NamedTuple):
-    """Weights [d] of RMSNorms of each query and of each key, and their epsilon."""
-
-    query_weight: Tensor
-    key_weight: Tensor
-    eps: float
-
-
 def split_and_rotate(
     packed: Tensor,
     width: int,
     table: RotaryTable | None,
     norms: tuple[Norm | None, Norm | None] = (None, None),
-    rms: RMSNorms | None = None,
     *,
     fused: bool,
 ) -> Parts:
     """Split [s, b, g, (r + 2) d] into queries [s, b, g r, d], keys and values [s, b, g, d].
 
     The r queries of a group precede its key and value; d is ``width``.  ``norms`` are applied to
-    queries and keys, then ``table`` rotates them, if given.  ``rms``: what a kernel computes in
-    place of ``norms``.
+    queries and keys, then ``table`` rotates them, if given.
     """
-    if table is not None and fused and (rms is not None or norms == (None, None)):
-        weights = () if rms is None else (rms.query_weight, rms.key_weight)
+    if table is not None and fused and norms == (None, None):
         has_rows = packed.is_contiguous() and table.cos.shape[::2] == (packed.shape[0], 1)
-        is_same = all(weight.dtype == packed.dtype for weight in weights)
         is_on_gpu = device.launches_kernels(packed.device)
-        tensors = packed, table.cos, table.sin, *weights
-        if has_rows and is_same and is_on_gpu and _kernels(table.interleaved, *tensors):
-            return _Rotary.call(packed, table.cos, table.sin, False, True, width, *(rms or ()))
+        tensors = packed, table.cos, table.sin
+        if has_rows and is_on_gpu and _kernels(table.interleaved, *tensors):
+            return _Rotary.call(packed, table.cos, table.sin, False, True, width)
     *outer, packed_width = packed.shape
     query, key, value = packed.split_with_sizes([packed_width - 2 * width, width, width], -1)
     if packed_width != 3 * width:
@@ -82,14 +70,11 @@ def split_and_rotate(
     return query, key, value
 
 
-_Values = tuple[bool, bool, int, float]  # interleaved, fused, width and eps
+_Values = tuple[bool, bool, int]  # interleaved, fused and width
 
 
 class _Rotary(Function[Parts]):
-    """Rotate heads, or with ``width`` what `split_and_rotate` splits from a packed projection.
-
-    Saves the projection only for norms, whose statistics backward computes again.
-    """
+    """Rotate heads, or with ``width`` what `split_and_rotate` splits from a packed projection."""
 
     @staticmethod
     def forward(
@@ -100,33 +85,22 @@ class _Rotary(Function[Parts]):
         interleaved: bool,
         fused: bool,
         width: int = 0,
-        query_weight: Tensor | None = None,
-        key_weight: Tensor | None = None,
-        eps: float = 0.0,
     ) -> Parts:
-        ctx.values = interleaved, fused, width, eps
+        ctx.values = interleaved, fused, width
+        ctx.save_for_backward(cos, sin)
         if not width:
-            ctx.save_for_backward(cos, sin)
             return (_rotate(x, cos, sin, interleaved, 1, fused),)
-        norms = None if query_weight is None else (query_weight, key_weight, eps)
-        ctx.save_for_backward(cos, sin, *(() if norms is None else (x, query_weight, key_weight)))
-        parts: Parts = _kernels(False, x).split(x, width, (cos, sin), norms)
+        parts: Parts = _kernels(False, x).split(x, width, (cos, sin))
         return parts
 
     @staticmethod
     def backward(ctx: Context[_Values], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin, *saved = ctx.saved_tensors
-        interleaved, fused, width, eps = ctx.values
+        cos, sin = ctx.saved_tensors
+        interleaved, fused, width = ctx.values
         if not width:
             return _rotate(grads[0], cos, sin, interleaved, -1, fused), *(None,) * 4
-        found = _kernels(False, grads[0])
-        if not saved:
-            rows = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
-            return found.join(rows, (cos, sin)), *(None,) * 5
-        packed, *weights = saved
-        rows = tuple(grad.contiguous() for grad in grads)
-        of_packed, *of_weights = found.join_norms(packed, rows, (cos, sin), (*weights, eps))
-        return of_packed, *(None,) * 5, *of_weights, None
+        rows = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+        return _kernels(False, grads[0]).join(rows, (cos, sin)), *(None,) * 5
 
 
 def _rotate(

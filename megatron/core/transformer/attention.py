@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnMaskType
-from megatron.core.fusions.rope import RMSNorms, RotaryTable, split_and_rotate
+from megatron.core.fusions.rope import RotaryTable, split_and_rotate
 from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, set_info
@@ -28,8 +28,8 @@ from megatron.core.tensor_parallel.layers import divide_over_group
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.attention_masks import window_of_layer
 from megatron.core.transformer.kv_cache import KVCache
-from megatron.core.transformer.module import MegatronModule, WithBias, before_reading
-from megatron.core.transformer.norms import Norm, l2_norm, leaves_bias_to_sum
+from megatron.core.transformer.module import MegatronModule, WithBias
+from megatron.core.transformer.norms import l2_norm, leaves_bias_to_sum
 from megatron.core.transformer.spec_utils import Slot, build_module, build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import (
@@ -341,7 +341,7 @@ class SelfAttention(SelfAttentionBase):
         mixed, bias = self.linear_qkv(hidden_states)
         assert bias is None, "the projection adds its bias itself"
         mixed = mixed.view(*mixed.shape[:2], self.local_groups, -1)
-        rotary, fused = rotary if self.has_rope else None, self.config.apply_rope_fusion
+        rotary = rotary if self.has_rope else None
         if rotary is not None and self.is_windowed:
             rotary = rotary.windowed or rotary
         query, key, value = split_and_rotate(
@@ -349,22 +349,11 @@ class SelfAttention(SelfAttentionBase):
             self.head_dim,
             rotary,
             (self.q_layernorm, self.k_layernorm),
-            self._rms_norms() if rotary is not None and fused else None,
-            fused=fused,
+            fused=self.config.apply_rope_fusion,
         )
         if self.config.qk_l2_norm and self.has_rope:
             query, key = l2_norm(query), l2_norm(key)
         return query, key, value
-
-    def _rms_norms(self) -> RMSNorms | None:
-        """Return the norms of queries and keys for a kernel; None if none computes them."""
-        norms: list[Any] = [self.q_layernorm, self.k_layernorm]
-        if self.config.qk_l2_norm or not all(type(n) is Norm and n.is_usual_rms for n in norms):
-            return None
-        for norm in norms:
-            before_reading(norm)
-        query, key = (norm.effective_weight() for norm in norms)
-        return RMSNorms(query, key, norms[0].eps)
 
 
 def _note_rows(layer: object, *rows: int) -> None:

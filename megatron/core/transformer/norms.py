@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
 from megatron.core.fusions.rms_norm import adds_bias_in_norm, norm_rows, norm_rows_of_sum
 from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.tensor_parallel.mappings import (
@@ -39,9 +38,11 @@ class PendingSum(NamedTuple):
     is_sequence_sharded: bool  # tensor-parallel ranks hold different tokens
 
     def total(self) -> Tensor:
-        """Compute the sum alone."""
+        """Compute the sum alone, with the values that it has with its norm."""
+        if self.bias is None and not self.prob:
+            return self.residual + self.x.to(self.residual.dtype)
         with fork_for_tokens(self.prob > 0, is_sequence_sharded=self.is_sequence_sharded):
-            return bias_dropout_add((self.x, self.bias), self.residual, self.prob, True)
+            return norm_rows_of_sum((self.x, self.bias), self.residual, self.prob)[0]
 
     def normed(self, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         """Compute the sum and its norm, a LayerNorm if there is a bias, else an RMSNorm."""
@@ -118,11 +119,6 @@ class Norm(nn.Module):
     def effective_weight(self) -> Tensor:
         """Return the factor of normalized rows: [h]."""
         return self.weight + 1 if self.is_zero_centered else self.weight
-
-    @property
-    def is_usual_rms(self) -> bool:
-        """Whether it is the RMSNorm that fused kernels compute."""
-        return self.is_rms and self.norm_rows is norm_rows
 
     def extra_repr(self) -> str:
         """Return kind and width, for the printed model."""

@@ -1,11 +1,12 @@
-"""LayerNorm and RMSNorm, also of a sum with the residual stream; backward reads each tensor once.
-
-Forward of `norm` is one read and one write, as torch's own.  Backward moves three times the tensor;
-torch reads input and gradient again for the weight: five times.
+"""LayerNorm and RMSNorm of a sum with the residual stream; backward reads each tensor once.
 
 `norm_of_sum` returns residual + dropout(x + bias) and its norm: two reads and two writes, where an
 addition and a norm move five tensors.  Its backward moves four: it adds the gradient of the sum,
 which autograd would add in a pass over three tensors, and sums the gradient of the bias.
+
+A dropout mask is a function of a seed and of the position of a value: nothing is saved.  The seed
+has 8 bytes and torch's generator draws it on the device.  So ranks that hold the same tensor drop
+the same values under any active random stream, and recomputation repeats the mask.
 
 Gradients of weights and biases are summed in two stages in a fixed order: each of a fixed number of
 programs sums its rows, then these sums are added.
@@ -22,104 +23,88 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.autograd import Context, Function
-from megatron.core.fusions.triton.bias_dropout_add import draw_seed, stays
 from megatron.core.fusions.triton.launch import launch, power_of_2
 
 _PROGRAMS = 528  # in backward: four for each of the 132 processors of an H100
 _ROWS = 16  # of each, at least: then the first sums weigh little
-
-
-class _Rows(NamedTuple):
-    """What backward needs of the forward pass: the normalized rows and their statistics."""
-
-    x: Tensor
-    weight: Tensor
-    stats: Tensor  # float32 [1, rows]: 1 / rms; LayerNorm [2, rows]: 1 / deviation, mean
-
-
-class _Sum(NamedTuple):
-    """What is added before the norm; in backward, the gradient of the sum and where x's goes."""
-
-    x: Tensor | None = None
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    seed: Tensor | None = None
-
-
-_NOTHING = _Sum()
+_SEEDS = 2**62
 
 
 class _Values(NamedTuple):
-    """What backward knows of the parameters and of the x that is added."""
+    """What backward knows of the inputs beside saved tensors."""
 
     has_shift: bool  # a LayerNorm
-    bias_dtype: torch.dtype | None = None  # None: no bias is added
-    prob: float = 0.0
-    dtype: torch.dtype | None = None  # of the x that is added
+    has_bias: bool
+    prob: float
+    dtype: torch.dtype  # of x
+    parameter_dtype: torch.dtype  # of weight, shift and bias
 
 
-class _Norm(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Context[_Values], x: Tensor, weight: Tensor, shift: Tensor | None, eps: float
-    ) -> Tensor:
-        out = torch.empty_like(x)
-        ctx.values = _Values(shift is not None)
-        ctx.save_for_backward(*_run_forward(x, weight, shift, out, eps))
-        return out
-
-    @staticmethod
-    def backward(ctx: Context[_Values], grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows = _Rows(*ctx.saved_tensors)
-        out = torch.empty_like(rows.x)
-        of_weight, of_shift, _ = _run_backward(rows, grad, out, _NOTHING, ctx.values)
-        return out, of_weight, of_shift, None
-
-
-class _NormOfSum(Function[tuple[Tensor, Tensor]]):
+class _NormOfSum(Function[tuple[Tensor, Tensor | None]]):
     @staticmethod
     def forward(
         ctx: Context[_Values],
         x: Tensor,
         bias: Tensor | None,
         residual: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         shift: Tensor | None,
         prob: float,
         eps: float,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
+        width = x.shape[-1]
+        rows = x.numel() // width
+        dtype = x.dtype if bias is None else bias.dtype
         total = torch.empty_like(residual)
-        out = torch.empty_like(residual, dtype=dtype)
-        seed = draw_seed(prob, x)
-        bias_dtype = None if bias is None else bias.dtype
-        ctx.values = _Values(shift is not None, bias_dtype, prob, x.dtype)
+        out = None
+        if weight is not None:
+            dtype = weight.dtype
+            out = torch.empty_like(residual, dtype=dtype)
+        # 1 / rms; of a LayerNorm 1 / deviation and mean
+        stats = x.new_empty(1 if shift is None else 2, rows, dtype=torch.float32)
+        seed = torch.randint(_SEEDS, (1,), device=x.device) if prob else None
+        if rows:
+            tensors = total, weight, shift, out, stats, x, bias, residual, seed
+            block, warps = _sizes(width)
+            launch(_forward, (rows,), tensors, (width, eps, prob, 1 / (1 - prob), block), warps)
+        ctx.values = _Values(shift is not None, bias is not None, prob, x.dtype, dtype)
         ctx.set_materialize_grads(False)
-        added = _Sum(x, bias, residual, seed)
-        rows = _run_forward(total, weight, shift, out, eps, added, prob)
-        ctx.save_for_backward(*rows, seed)
+        ctx.save_for_backward(None if weight is None else total, weight, stats, seed)
         return total, out
 
     @staticmethod
     def backward(
         ctx: Context[_Values], of_total: Tensor | None, grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        *saved, seed = ctx.saved_tensors
-        rows, values = _Rows(*saved), ctx.values
-        of_residual = torch.empty_like(rows.x)
-        is_apart = seed is not None or values.dtype != rows.x.dtype
-        of_x = torch.empty_like(rows.x, dtype=values.dtype) if is_apart else None
-        ends = _Sum(of_x, None, None if of_total is None else of_total.contiguous(), seed)
-        if grad is None:
-            grad = torch.zeros_like(rows.x)
-        of_weight, of_shift, of_bias = _run_backward(rows, grad, of_residual, ends, values)
-        of_x = of_residual if of_x is None else of_x
-        return of_x, of_bias, of_residual, of_weight, of_shift, None, None, None
-
-
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalize [..., h], contiguous, with weight [h]; LayerNorm with a bias, else RMSNorm."""
-    return _Norm.call(x, weight, bias, eps)
+        total, weight, stats, seed = ctx.saved_tensors
+        has_shift, has_bias, prob, dtype, parameter_dtype = ctx.values
+        of_total = None if of_total is None else of_total.contiguous()
+        of_residual = torch.empty_like(total if of_total is None else of_total)
+        is_apart = seed is not None or dtype != of_residual.dtype
+        of_x = torch.empty_like(of_residual, dtype=dtype) if is_apart else None
+        width = of_residual.shape[-1]
+        count = stats.shape[1]
+        programs = max(1, min(count // _ROWS, _PROGRAMS))
+        num_norm = 0 if grad is None else 1 + has_shift
+        sums = stats.new_empty(num_norm + has_bias, programs, width)
+        grad = None if grad is None else grad.contiguous()
+        tensors = of_residual, total, weight, stats, grad, of_x, of_total, seed, sums
+        block, warps = _sizes(width)
+        numbers = (
+            *(count, -(-count // programs), width, prob, 1 / (1 - prob)),
+            *(has_shift, has_bias, block),
+        )
+        launch(_backward, (programs,), tensors, numbers, warps)
+        totals = sums.sum(1).to(parameter_dtype).unbind()
+        return (
+            of_residual if of_x is None else of_x,
+            totals[-1] if has_bias else None,
+            of_residual,
+            totals[0] if num_norm else None,
+            totals[1] if num_norm == 2 else None,
+            None,
+            None,
+        )
 
 
 def norm_of_sum(
@@ -127,67 +112,15 @@ def norm_of_sum(
     bias: Tensor | None,
     residual: Tensor,
     prob: float,
-    parameters: tuple[Tensor, Tensor | None],
+    parameters: tuple[Tensor | None, Tensor | None],
     eps: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Return residual + dropout(x + bias) in the dtype of ``residual``, and its norm.
 
-    ``parameters``: weight and bias of the norm, whose dtype the norm has.  All are contiguous.
+    ``parameters``: weight and bias of the norm, whose dtype the norm has; a LayerNorm with a bias,
+    else an RMSNorm, and without a weight only the sum.  All are contiguous.
     """
-    weight, shift = parameters
-    return _NormOfSum.call(x, bias, residual, weight, shift, prob, eps, weight.dtype)
-
-
-def _run_forward(
-    x: Tensor,
-    weight: Tensor,
-    shift: Tensor | None,
-    out: Tensor,
-    eps: float,
-    added: _Sum = _NOTHING,
-    prob: float = 0.0,
-) -> _Rows:
-    """Write the norm of ``x`` to ``out``; with ``added``, write the sum to ``x`` first."""
-    width = x.shape[-1]
-    rows = x.numel() // width
-    stats = x.new_empty(1 if shift is None else 2, rows, dtype=torch.float32)
-    if rows:
-        tensors = x, weight, shift, out, stats, *added
-        block, warps = _sizes(width)
-        launch(_forward, (rows,), tensors, (width, eps, prob, 1 / (1 - prob), block), warps)
-    return _Rows(x, weight, stats)
-
-
-def _run_backward(
-    rows: _Rows, grad: Tensor, out: Tensor, ends: _Sum, values: _Values
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Write the gradient of the rows to ``out``; return those of weight, shift and added bias."""
-    width = rows.x.shape[-1]
-    count = rows.stats.shape[1]
-    programs = max(1, min(count // _ROWS, _PROGRAMS))
-    dtype = rows.weight.dtype
-    bias_dtype = values.bias_dtype
-    has_shift = values.has_shift
-    parts = 1 + has_shift + (bias_dtype is not None)
-    sums = rows.x.new_empty(parts, programs, width, dtype=torch.float32)
-    tensors = *rows, grad.contiguous(), out, ends.x, ends.residual, ends.seed, sums
-    block, warps = _sizes(width)
-    numbers = (
-        *(count, -(-count // programs), width, values.prob, 1 / (1 - values.prob)),
-        *(has_shift, bias_dtype is not None, block),
-    )
-    launch(_backward, (programs,), tensors, numbers, warps)
-    totals = sums.sum(1)
-    if bias_dtype is None or bias_dtype == dtype:
-        grads = totals.to(dtype).unbind()
-    else:
-        *others, of_bias = totals.unbind()
-        grads = (*(of.to(dtype) for of in others), of_bias.to(bias_dtype))
-    return (
-        grads[0],
-        grads[1] if has_shift else None,
-        grads[-1] if bias_dtype is not None else None,
-    )
+    return _NormOfSum.call(x, bias, residual, *parameters, prob, eps)
 
 
 @cache
@@ -199,8 +132,12 @@ def _sizes(width: int) -> tuple[int, int]:
 
 @triton.jit
 def _kept(Seed, row, width, prob, BLOCK: tl.constexpr):
-    """Return the dropout mask of a row, with rows at multiples of four values."""
-    return stays(Seed, (row * tl.cdiv(width, 4)).to(tl.int32), prob, BLOCK)
+    """Return the dropout mask of a row: four values per Philox draw, rows at multiples of four."""
+    # Counters of 32 bits: four values each serve 2^34 values.
+    counter = (row * tl.cdiv(width, 4)).to(tl.int32) + tl.arange(0, BLOCK // 4)
+    a, b, c, d = tl.rand4x(tl.load(Seed), counter)
+    draws = tl.join(tl.join(a, b), tl.join(c, d))
+    return tl.reshape(draws, (BLOCK,)) >= prob
 
 
 @triton.jit
@@ -224,38 +161,36 @@ def _forward(
     place = tl.arange(0, BLOCK)
     inside = place < width
     at = row * width + place
-    if Added is None:
-        x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
-    else:
-        x = tl.load(Added + at, mask=inside, other=0.0).to(tl.float32)
-        if Bias is not None:
-            x += tl.load(Bias + place, mask=inside, other=0.0).to(tl.float32)
-        if Seed is not None:
-            x = tl.where(_kept(Seed, row, width, prob, BLOCK), x * factor, 0.0)
-        x += tl.load(Residual + at, mask=inside, other=0.0).to(tl.float32)
-        # Backward reads the rounded sum, so the norm is of the rounded sum too.
-        rounded = x.to(X.dtype.element_ty)
-        tl.store(X + at, rounded, mask=inside)
+    x = tl.load(Added + at, mask=inside, other=0.0).to(tl.float32)
+    if Bias is not None:
+        x += tl.load(Bias + place, mask=inside, other=0.0).to(tl.float32)
+    if Seed is not None:
+        x = tl.where(_kept(Seed, row, width, prob, BLOCK), x * factor, 0.0)
+    x += tl.load(Residual + at, mask=inside, other=0.0).to(tl.float32)
+    # Backward reads the rounded sum, so the norm is of the rounded sum too.
+    rounded = x.to(X.dtype.element_ty)
+    tl.store(X + at, rounded, mask=inside)
+    if Weight is not None:
         x = rounded.to(tl.float32)
-    if Shift is not None:
-        mean = tl.sum(x, 0) / width
-        tl.store(Stats + tl.num_programs(0) + row, mean)
-        x = tl.where(inside, x - mean, 0.0)
-    scale = 1 / tl.sqrt_rn(tl.sum(x * x, 0) / width + eps)
-    tl.store(Stats + row, scale)
-    out = x * scale * tl.load(Weight + place, mask=inside, other=0.0).to(tl.float32)
-    if Shift is not None:
-        out += tl.load(Shift + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(Out + at, out.to(Out.dtype.element_ty), mask=inside)
+        if Shift is not None:
+            mean = tl.sum(x, 0) / width
+            tl.store(Stats + tl.num_programs(0) + row, mean)
+            x = tl.where(inside, x - mean, 0.0)
+        scale = 1 / tl.sqrt_rn(tl.sum(x * x, 0) / width + eps)
+        tl.store(Stats + row, scale)
+        out = x * scale * tl.load(Weight + place, mask=inside, other=0.0).to(tl.float32)
+        if Shift is not None:
+            out += tl.load(Shift + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(Out + at, out.to(Out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward(
+    Out,
     X,
     Weight,
     Stats,
     Grad,
-    Out,
     OfAdded,
     OfSum,
     Seed,
@@ -272,26 +207,30 @@ def _backward(
     program = tl.program_id(0)
     place = tl.arange(0, BLOCK)
     inside = place < width
-    weight = tl.load(Weight + place, mask=inside, other=0.0).to(tl.float32)
     of_weight = tl.zeros((BLOCK,), tl.float32)
     of_shift = tl.zeros((BLOCK,), tl.float32)
     of_bias = tl.zeros((BLOCK,), tl.float32)
+    if Grad is not None:
+        weight = tl.load(Weight + place, mask=inside, other=0.0).to(tl.float32)
     for r in range(program * each, tl.minimum(program * each + each, rows)):
         row = tl.cast(r, tl.int64)
         at = row * width + place
-        scale = tl.load(Stats + row)
-        x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(Grad + at, mask=inside, other=0.0).to(tl.float32)
-        if CENTERS:
-            x = tl.where(inside, x - tl.load(Stats + rows + row), 0.0)
-        x *= scale
-        of_weight += grad * x
-        of_shift += grad
-        grad *= weight
-        out = grad - x * (tl.sum(grad * x, 0) / width)
-        if CENTERS:
-            out -= tl.sum(grad, 0) / width
-        out *= scale
+        if Grad is None:
+            out = tl.zeros((BLOCK,), tl.float32)
+        else:
+            scale = tl.load(Stats + row)
+            x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+            grad = tl.load(Grad + at, mask=inside, other=0.0).to(tl.float32)
+            if CENTERS:
+                x = tl.where(inside, x - tl.load(Stats + rows + row), 0.0)
+            x *= scale
+            of_weight += grad * x
+            of_shift += grad
+            grad *= weight
+            out = grad - x * (tl.sum(grad * x, 0) / width)
+            if CENTERS:
+                out -= tl.sum(grad, 0) / width
+            out *= scale
         if OfSum is not None:
             out += tl.load(OfSum + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(Out + at, out.to(Out.dtype.element_ty), mask=inside)
@@ -302,8 +241,11 @@ def _backward(
         of_bias += out
     at = program.to(tl.int64) * width + place
     stride = tl.num_programs(0).to(tl.int64) * width
-    tl.store(Sums + at, of_weight, mask=inside)
-    if CENTERS:
-        tl.store(Sums + stride + at, of_shift, mask=inside)
+    if Grad is not None:
+        tl.store(Sums + at, of_weight, mask=inside)
+        at += stride
+        if CENTERS:
+            tl.store(Sums + at, of_shift, mask=inside)
+            at += stride
     if HAS_BIAS:
-        tl.store(Sums + (2 * stride if CENTERS else stride) + at, of_bias, mask=inside)
+        tl.store(Sums + at, of_bias, mask=inside)
