@@ -30,38 +30,18 @@ _ROLES = ("bos", "eos", "pad", "cls", "sep", "mask")
 _COMMON_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
 
 
-class _HuggingFaceTokenizer(LibraryTokenizer):
-    """Tokenizer defined by its files, including special tokens that they add around a text.
+Parts = tuple[Any, Any, dict[str, int]]  # library and wrapper, each or None, and role -> id
 
-    ``<extra_id_N>`` that the files lack get ids after theirs.
-    """
 
-    def __init__(
-        self, pretrained_model_name_or_path: str, vocab_extra_ids: int = 0, **options: Any
-    ) -> None:
-        asked = {"vocab_extra_ids": vocab_extra_ids} if vocab_extra_ids else {}
-        path = pretrained_model_name_or_path
-        file, config = _local_files(path)
-        self._wrapper: Any = None
-        if file is None or options or not _is_plain(config):
-            self._wrapper = load_wrapper(path, options)
-            library: Any = self._wrapper.backend_tokenizer if self._wrapper.is_fast else None
-            ids = {role: getattr(self._wrapper, f"{role}_token_id") for role in _ROLES}
-            self._tokens: dict[str, int] = {
-                role: index for role, index in ids.items() if index is not None
-            }
-        else:
-            library = _load_library(file)
-            self._tokens = _tokens_of(config, library)
-        super().__init__(library, path, **asked, **options)
+class TransformersTokenizer(LibraryTokenizer):
+    """Tokenizer of Hugging Face files: a ``tokenizers.Tokenizer``, or a wrapper of transformers."""
+
+    def __init__(self, parts: Parts, *tokenizer_paths: str, **tokenizer_options: object) -> None:
+        library, self._wrapper, self._tokens = parts
+        super().__init__(library, *tokenizer_paths, **tokenizer_options)
         if library is not None:  # files of sentence embedders enable both
             library.no_truncation()
             library.no_padding()
-        extra = [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]
-        if self._wrapper is not None:
-            self._wrapper.add_tokens(extra, special_tokens=True)
-        else:
-            library.add_special_tokens(extra)
 
     def tokenize(self, text: str, **options: Any) -> list[int]:
         if self._wrapper is None:
@@ -106,6 +86,10 @@ class _HuggingFaceTokenizer(LibraryTokenizer):
             return set(self._wrapper.get_added_vocab())
         return {token.content for token in self._library.get_added_tokens_decoder().values()}
 
+    def get_special_tokens(self) -> Mapping[str, int]:
+        """Return the tokens outside of the model, with their ids."""
+        return {token: self.vocab[token] for token in self.appended_tokens()}
+
     @property
     def decoder(self) -> Mapping[int, str]:
         """Id -> token."""
@@ -121,6 +105,32 @@ class _HuggingFaceTokenizer(LibraryTokenizer):
         if named not in self._tokens:
             raise self._missing("EOD (it is EOS)" if role == "eod" else role.upper())
         return self._tokens[named]
+
+
+class _HuggingFaceTokenizer(TransformersTokenizer):
+    """Tokenizer defined by its files, including special tokens that they add around a text.
+
+    ``<extra_id_N>`` that the files lack get ids after theirs.
+    """
+
+    def __init__(
+        self, pretrained_model_name_or_path: str, vocab_extra_ids: int = 0, **options: Any
+    ) -> None:
+        asked = {"vocab_extra_ids": vocab_extra_ids} if vocab_extra_ids else {}
+        path = pretrained_model_name_or_path
+        file, config = _local_files(path)
+        parts: Parts
+        if file is None or options or not _is_plain(config):
+            parts = parts_of(load_wrapper(path, options))
+        else:
+            library = _load_library(file)
+            parts = library, None, _tokens_of(config, library)
+        super().__init__(parts, path, **asked, **options)
+        extra = [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]
+        if self._wrapper is not None:
+            self._wrapper.add_tokens(extra, special_tokens=True)
+        else:
+            self._library.add_special_tokens(extra)
 
 
 def _local_files(path: str) -> tuple[str | None, JsonObject]:
@@ -172,6 +182,13 @@ def load_wrapper(path: str, options: Mapping[str, object]) -> Any:
             f"--tokenizer-model {path}: {reason}; it must be a directory with the tokenizer's "
             "files, a tokenizer.json, or a name the hub knows"
         ) from error
+
+
+def parts_of(wrapper: Any) -> Parts:
+    """Return the parts of a `TransformersTokenizer` for a tokenizer of transformers."""
+    ids = {role: getattr(wrapper, f"{role}_token_id", None) for role in _ROLES}
+    tokens = {role: index for role, index in ids.items() if index is not None}
+    return wrapper.backend_tokenizer if wrapper.is_fast else None, wrapper, tokens
 
 
 def _tokens_of(config: JsonObject, library: Any) -> dict[str, int]:

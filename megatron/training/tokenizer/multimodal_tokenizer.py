@@ -7,8 +7,7 @@ An image is the text ``<image>``, one token of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,12 @@ import numpy as np
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.optional import require
 from megatron.training.config.tokenizer import IMAGE_TAG_TYPES, PROMPT_FORMATS
-from megatron.training.tokenizer.base import MegatronTokenizer, TokenizerSpec
-from megatron.training.tokenizer.huggingface import load_wrapper
+from megatron.training.tokenizer.base import TokenizerSpec
+from megatron.training.tokenizer.huggingface import (
+    TransformersTokenizer,
+    load_wrapper,
+    parts_of,
+)
 
 IGNORE_INDEX = -100  # target of a token without loss
 IMAGE_TOKEN = "<image>"
@@ -63,40 +66,32 @@ class PromptConfig:
     """What a prompt format adds to a conversation."""
 
     assistant_prefix_len: int  # tokens before an answer, if the template has no generation prompt
-    pad_token_id: int
+    pad_token_id: int | None
     custom_chat_template: str | None  # None: the template in the tokenizer's files
     has_bos: bool
     has_system_role: bool
     force_system_message: bool = False
-    system_default: dict[str, str] | None = None
+    system_default: Turn | None = None
 
 
 _SYSTEM_MESSAGE = {"role": "system", "content": "Answer the questions."}
-
-
-def _prompt(
-    assistant_prefix_len: int, template: str | None, has_bos: bool, has_system: bool = True
-) -> PromptConfig:
-    system = _SYSTEM_MESSAGE if has_system else None
-    return PromptConfig(assistant_prefix_len, -1, template, has_bos, has_system, False, system)
-
-
-# Prompt format -> its padding token (None: that of the tokenizer's files), and what it adds.
-_FORMATS: dict[str, tuple[str | None, PromptConfig]] = {
-    "mistral": ("<unk>", _prompt(0, mistral_custom_template, True, has_system=False)),
-    "llama3": ("<|end_of_text|>", _prompt(4, None, True)),
-    "llama3p1": ("<|finetune_right_pad_id|>", _prompt(4, None, True)),
-    "chatml": (None, _prompt(3, None, False)),
-    "nvlm-yi-34b": (None, _prompt(4, nvlm_yi_34b_template, True)),
-    "qwen2p0": (None, _prompt(3, qwen2p0_custom_template, False)),
-    "qwen2p5": (None, _prompt(3, qwen2p0_custom_template, False)),
-    "nemotron5": ("<SPECIAL_233>", _prompt(3, nemotron_custom_template, False)),
-    "nemotron5-aligned": ("<SPECIAL_233>", _prompt(0, nemotron_aligned_custom_template, False)),
+# Prompt format -> length of the prefix of an answer, padding token (None: that of the tokenizer's
+# files), template, whether it begins with BOS.
+_FORMATS = {
+    "mistral": (0, "<unk>", mistral_custom_template, True),
+    "llama3": (4, "<|end_of_text|>", None, True),
+    "llama3p1": (4, "<|finetune_right_pad_id|>", None, True),
+    "chatml": (3, None, None, False),
+    "nvlm-yi-34b": (4, None, nvlm_yi_34b_template, True),
+    "qwen2p0": (3, None, qwen2p0_custom_template, False),
+    "qwen2p5": (3, None, qwen2p0_custom_template, False),
+    "nemotron5": (3, "<SPECIAL_233>", nemotron_custom_template, False),
+    "nemotron5-aligned": (0, "<SPECIAL_233>", nemotron_aligned_custom_template, False),
 }
 assert set(_FORMATS) == set(PROMPT_FORMATS)
 
 
-class MultimodalTokenizer(MegatronTokenizer):
+class MultimodalTokenizer(TransformersTokenizer):
     """Wrapper of a Hugging Face ``tokenizer`` that also renders conversations.
 
     ``special_tokens`` are added to the vocabulary if it lacks them.  ``force_system_message``
@@ -112,6 +107,7 @@ class MultimodalTokenizer(MegatronTokenizer):
         force_system_message: bool = False,
     ) -> None:
         super().__init__(
+            parts_of(tokenizer),
             str(tokenizer.name_or_path),
             prompt_format=prompt_format,
             special_tokens=list(special_tokens),
@@ -126,31 +122,32 @@ class MultimodalTokenizer(MegatronTokenizer):
             raise ConfigError(
                 f"--image-tag-type {image_tag_type}: give nvlm, internvl or an empty text"
             )
-        self._tokenizer = tokenizer
         self._image_tag = IMAGE_TAGS[image_tag_type]
         tokenizer.add_tokens(list(special_tokens), special_tokens=True)
-        self._prompt_config = self._prompt(prompt_format, force_system_message)
-        self._template_error: type[Exception] = require(
-            "jinja2", "--tokenizer-type MultimodalTokenizer"
-        ).TemplateError
-
-    def _prompt(self, prompt_format: str, force_system_message: bool) -> PromptConfig:
-        pad_token, prompt = _FORMATS[prompt_format]
-        if prompt.custom_chat_template is None and not self._tokenizer.chat_template:
+        prefix_len, pad_token, template, has_bos = _FORMATS[prompt_format]
+        has_system_role = prompt_format != "mistral"
+        if template is None and not tokenizer.chat_template:
             raise ConfigError(
                 f"--tokenizer-prompt-format {prompt_format}: it uses the chat template of the "
-                f"tokenizer, and {self._tokenizer.name_or_path} has none; give a tokenizer with "
+                f"tokenizer, and {tokenizer.name_or_path} has none; give a tokenizer with "
                 "chat_template in tokenizer_config.json, or another format"
             )
-        if force_system_message and not prompt.has_system_role:
+        if force_system_message and not has_system_role:
             raise ConfigError(
                 f"--force-system-message: the format {prompt_format} has no system role: leave "
                 "the flag out"
             )
-        own = self._tokenizer
-        pads = (own.get_vocab().get(pad_token), own.pad_token_id, own.eos_token_id)
-        pad: Any = next((pad for pad in pads if pad is not None), None)
-        return replace(prompt, pad_token_id=pad, force_system_message=force_system_message)
+        pads = (self.vocab.get(pad_token or ""), *map(self._tokens.get, ("pad", "eos")))
+        pad = next((pad for pad in pads if pad is not None), None)
+        if pad is not None:
+            self._tokens["pad"] = pad
+        self._prompt_config = PromptConfig(
+            *(prefix_len, pad, template, has_bos, has_system_role),
+            *(force_system_message, _SYSTEM_MESSAGE),
+        )
+        self._template_error: type[Exception] = require(
+            "jinja2", "--tokenizer-type MultimodalTokenizer"
+        ).TemplateError
 
     @classmethod
     def build(cls, spec: TokenizerSpec) -> MultimodalTokenizer:
@@ -166,14 +163,6 @@ class MultimodalTokenizer(MegatronTokenizer):
             spec.image_tag_type,
             spec.force_system_message,
         )
-
-    def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text)
-        return ids
-
-    def tokenize_plain(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
 
     def tokenize_conversation(
         self, conversation: Sequence[Turn], return_target: bool, add_generation_prompt: bool
@@ -197,8 +186,8 @@ class MultimodalTokenizer(MegatronTokenizer):
 
     def chat_template(self) -> tuple[str, dict[str, str]]:
         """Return the template of the prompt format, and the special tokens that it may name."""
-        source: str = self._tokenizer.get_chat_template(self._prompt_config.custom_chat_template)
-        named = self._tokenizer.special_tokens_map
+        source: str = self._wrapper.get_chat_template(self._prompt_config.custom_chat_template)
+        named = self._wrapper.special_tokens_map
         return source, {name: text for name, text in named.items() if isinstance(text, str)}
 
     def turns(self, conversation: Sequence[Turn]) -> list[Turn]:
@@ -206,13 +195,13 @@ class MultimodalTokenizer(MegatronTokenizer):
 
         Raises DataError for a turn without a text.
         """
-        prompt = self._prompt_config
         turns = list(conversation)
+        prompt = self._prompt_config
         has_system = bool(turns) and turns[0].get("role") == "system"
         if has_system and (prompt.force_system_message or not prompt.has_system_role):
             turns = turns[1:]
-        if prompt.force_system_message and prompt.system_default is not None:
-            turns = [prompt.system_default, *turns]
+        if prompt.force_system_message:
+            turns = [_SYSTEM_MESSAGE, *turns]
         if not turns:
             raise DataError("a conversation has no turn")
         before, after = self._image_tag
@@ -246,7 +235,7 @@ class MultimodalTokenizer(MegatronTokenizer):
     def _render(self, turns: Sequence[Turn], add_generation_prompt: bool) -> list[int]:
         """Return the ids of the turns in the format of the prompt."""
         try:
-            text: str = self._tokenizer.apply_chat_template(
+            text: str = self._wrapper.apply_chat_template(
                 list(turns),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -258,30 +247,4 @@ class MultimodalTokenizer(MegatronTokenizer):
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         """Return the id of a token, or the ids of several."""
-        return self._tokenizer.convert_tokens_to_ids(tokens)
-
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens))
-        return text
-
-    def get_special_tokens(self) -> Mapping[str, int]:
-        """Return the tokens that were added to the model's vocabulary, with their ids."""
-        added: Mapping[str, int] = self._tokenizer.get_added_vocab()
-        return added
-
-    @cached_property
-    def vocab(self) -> Mapping[str, int]:
-        found: Mapping[str, int] = self._tokenizer.get_vocab()
-        return found
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._tokenizer)
-
-    def _special(self, role: str) -> int:
-        if role == "pad":
-            return self._prompt_config.pad_token_id
-        index = getattr(self._tokenizer, f"{'eos' if role == 'eod' else role}_token_id", None)
-        if index is None:
-            raise self._missing(role.upper())
-        return int(index)
+        return self._wrapper.convert_tokens_to_ids(tokens)

@@ -5,7 +5,7 @@ The formats mark what the assistant writes with generation blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,10 +142,6 @@ class SFTTokenizer(_HuggingFaceTokenizer):
         if isinstance(tokens, str):
             return self.vocab.get(tokens)
         return [self.vocab.get(token) for token in tokens]
-
-    def get_special_tokens(self) -> Mapping[str, int]:
-        """Return the tokens outside of the model, with their ids."""
-        return {token: self.vocab[token] for token in self.appended_tokens()}
 
     def _special(self, role: str) -> int:
         if role != "pad":
