@@ -144,7 +144,7 @@ _ONLY: Mapping[str, tuple[object, ...]] = {
     "lora_bias": (None, False),
     "bias": (None, "none"),
 }
-_TOO_LARGE = 1e6  # of ranks and scales
+_TOO_LARGE = 1e6
 # Patterns for which Python's `re` could search for hours: repeated groups, and many repetitions.
 _REPEATED_GROUP = re.compile(r"\)[*+?{]*[*+{]")
 _MOST_REPETITIONS = 3
@@ -152,29 +152,30 @@ _MOST_LETTERS = 1000
 
 
 def read_config(folder: Path) -> JsonObject:
-    """Return adapter_config.json.  Raises CheckpointError for adapters of another kind."""
+    """Return adapter_config.json.  Raises CheckpointError for adapters of another kind.
+
+    Ranks are those of the tensors.
+    """
     path = folder / CONFIG
     config = read_json(path)
     for name, values in _ONLY.items():
         if (found := config.get(name)) not in values:
             raise CheckpointError(f"{path} has {name} {str(found)[:80]}: only {values[-1]} is read")
-    ranks, scales = (config.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
-    if not isinstance(ranks, dict) or not isinstance(scales, dict):
-        raise CheckpointError(
-            f"{path} has a rank_pattern or alpha_pattern that is no table of names and numbers"
-        )
-    for pattern in (*ranks, *scales):
+    alphas = config.get("alpha_pattern") or {}
+    if not isinstance(alphas, dict):
+        raise CheckpointError(f"{path} has an alpha_pattern that is no table of names and numbers")
+    for pattern in alphas:
         if not _is_pattern(pattern):
             raise CheckpointError(
                 f"{path} has the pattern {pattern[:80]!r}: a name of modules is needed, or a "
                 f"regular expression of at most {_MOST_REPETITIONS} repetitions, none of a group"
             )
-    every_rank = (config.get("r"), *ranks.values())
-    every_size = (*every_rank, config.get("lora_alpha", 8), *scales.values())
-    if not all(isinstance(rank, int) for rank in every_rank) or not all(
-        isinstance(size, int | float) and 0 < size < _TOO_LARGE for size in every_size
-    ):
-        raise CheckpointError(f"{path} has a rank or an alpha that is no number above 0")
+    for alpha in (config.get("lora_alpha", 8), *alphas.values()):
+        if not isinstance(alpha, int | float) or not 0 < alpha < _TOO_LARGE:
+            raise CheckpointError(
+                f"{path} has lora_alpha {str(alpha)[:80]}: give numbers above 0 and below "
+                f"{_TOO_LARGE:.0f}"
+            )
     dropout = config.get("lora_dropout") or 0.0
     if not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
         raise CheckpointError(
@@ -191,14 +192,6 @@ def _is_pattern(pattern: str) -> bool:
         return len(pattern) <= _MOST_LETTERS and bool(re.compile(pattern))
     except (re.error, OverflowError, RecursionError):
         return False
-
-
-def _of_module(module: str, patterns: Mapping[str, float] | None, default: float) -> float:
-    """Return the value of the first of ``patterns`` that names ``module``."""
-    for pattern, value in (patterns or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return value
-    return default
 
 
 def _take_score(
@@ -272,7 +265,6 @@ def write_peft(
     if shape.is_reward:
         tensors[f"{_PREFIX}{SCORE}"] = weights[SCORE].make()
     warning = _check_experts(tensors)
-    alpha = config.alpha / config.rank
     written = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if shape.is_reward else "CAUSAL_LM",
@@ -285,7 +277,7 @@ def write_peft(
         "target_modules": sorted(modules),
         "rank_pattern": ranks,
         "alpha_pattern": {
-            name: config.scale * (rank**0.5) if config.use_rslora else alpha * rank
+            name: config.scale * (rank**0.5 if config.use_rslora else rank)
             for name, rank in ranks.items()
         },
         "fan_in_fan_out": transposed,
@@ -358,7 +350,7 @@ def read_peft(
     Raises CheckpointError for adapters of another kind or of layers that the model has not.
     """
     config = read_config(folder)
-    left = dict(_entries(read_safetensors(folder / WEIGHTS), config))
+    left = dict(_entries(read_safetensors(folder / WEIGHTS), shape.num_experts or 1))
     score = _take_score(folder, config, left, shape)
     sizes = {
         name.removesuffix(".weight"): size_of(letters, shape)
@@ -470,14 +462,17 @@ def _take(left: dict[str, Tensor], module: str, config: JsonObject) -> Pair | No
         for kind in ("lora_{}.weight", "lora_embedding_{}"):
             names = [f"{name}.{kind.format(matrix)}" for matrix in "AB"]
             if all(each in left for each in names):
-                a, b = (left.pop(each) for each in names)
-                alpha = _of_module(name, config.get("alpha_pattern"), config.get("lora_alpha", 8))
-                rank = len(a)
-                return Pair(a, b, alpha / (rank**0.5 if config.get("use_rslora") else rank))
+                a, b = map(left.pop, names)
+                alpha = config.get("lora_alpha", 8)
+                for pattern, value in (config.get("alpha_pattern") or {}).items():
+                    if re.fullmatch(rf"(.*\.)?({pattern})", name):
+                        alpha = value
+                        break
+                return Pair(a, b, alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a)))
     return None
 
 
-def _entries(weights: Mapping[str, LazyTensor], config: JsonObject) -> Iterator[tuple[str, Tensor]]:
+def _entries(weights: Mapping[str, LazyTensor], num_experts: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors; those of all experts of a layer as one of each expert.
 
     PEFT nests its wrappers: the tensor that it wraps first, that of gate and up projection, has
@@ -490,20 +485,18 @@ def _entries(weights: Mapping[str, LazyTensor], config: JsonObject) -> Iterator[
         value = tensor.make()
         found = _STACK.fullmatch(name)
         base, is_inner, matrix = found.groups() if found else ("", None, "A")
-        theirs = "gate_up_proj" if is_inner else "down_proj"
-        rank = int(_of_module(f"{base}.{theirs}", config.get("rank_pattern"), config["r"]))
-        if value.dim() != 2 or (found and value.shape["AB".index(matrix)] % rank):
+        if value.dim() != 2 or (found and value.shape["AB".index(matrix)] % num_experts):
             raise CheckpointError(
                 f"{name} has shape {list(value.shape)}: a matrix is needed, of experts with a "
-                f"multiple of {rank} as rank"
+                f"multiple of {num_experts} as ranks of all together"
             )
         if not found:
             yield name, value
             continue
         if matrix == "A":
-            experts = value.unflatten(0, (-1, rank))
+            experts = value.unflatten(0, (num_experts, -1))
         else:
-            experts = value.unflatten(1, (rank, -1)).permute(2, 0, 1)
+            experts = value.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
         parts = ("gate_proj", "up_proj") if is_inner else ("down_proj",)
         for number, entry in enumerate(experts):
             halves = entry.chunk(len(parts)) if matrix == "B" else [entry] * len(parts)

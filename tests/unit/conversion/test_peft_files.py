@@ -235,8 +235,11 @@ def test_adapters_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
                 "has use_dora True: only False is",
             ),
             ("model.layers.0.self_attn.q_proj", {"bias": "all"}, "has bias all: only none is read"),
-            ("model.layers.0.self_attn.q_proj", {"r": 0}, "has a rank or an alpha that is no"),
-            ("model.layers.0.self_attn.q_proj", {"r": 0.5}, "has a rank or an alpha that is no"),
+            (
+                "model.layers.0.self_attn.q_proj",
+                {"lora_alpha": 0},
+                "has lora_alpha 0: give numbers",
+            ),
             ("model.layers.0.self_attn.q_proj", {"alpha_pattern": ["q"]}, "that is no table of"),
             ("model.layers.0.self_attn.q_proj", {"modules_to_save": 5}, "has modules_to_save 5: "),
             (
