@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.training.arguments.rules.rule import (
-    Rule,
     Settings,
     first_of,
     given,
     is_set,
     refusal,
+    rules,
     where,
 )
 from megatron.training.arguments.value_rules import out_of_range
@@ -41,18 +41,17 @@ def _find_two_sizes(c: Settings) -> list[str]:
     ]
 
 
-_REQUIRED = (
-    Rule("{found} is required", lambda c: [flag for flag in _SIZES if not c.value(flag)]),
-    Rule(
-        "{--tokenizer-type} needs {found}",
-        lambda c: " and ".join(
+_REQUIRED = rules(
+    {
+        "{found} is required": lambda c: [flag for flag in _SIZES if not c.value(flag)],
+        "{--tokenizer-type} needs {found}": lambda c: " and ".join(
             flag
             for flag in _FILES_OF_TOKENIZERS.get(c.tokenizer_type or "", "").split()
             if c.value(flag) is None
         ),
-    ),
-    Rule("{found} set the same value: keep one of them", _find_two_sizes),
-    Rule("{found}", lambda c: list(out_of_range(c.asked))),
+        "{found} set the same value: keep one of them": _find_two_sizes,
+        "{found}": lambda c: list(out_of_range(c.asked)),
+    },
 )
 
 
@@ -65,42 +64,39 @@ def _find_data_sources(c: Settings) -> list[str]:
     return [flags for flags in found if flags]
 
 
-_DATA = (
-    Rule(
-        "{found} each set the training data: keep one",
-        lambda c: len(sources := _find_data_sources(c)) > 1 and " and ".join(sources),
-    ),
-    *where(
+_DATA = rules(
+    {
+        "{found} each set the training data: keep one": lambda c: (
+            len(sources := _find_data_sources(c)) > 1 and " and ".join(sources)
+        ),
+    },
+    where(
         "--split",
-        Rule("{found}", lambda c: refusal(parse_and_normalize_split, c.split)),
-        Rule(
-            "--split {split!r} divides the data of --data-path or --data-args-path, and each split "
-            "has data of its own: keep --split with --data-path to divide one data set, or the "
-            "paths of the splits alone",
-            lambda c: (
+        {
+            "{found}": lambda c: refusal(parse_and_normalize_split, c.split),
+            "--split {split!r} divides the data of --data-path or --data-args-path, and each "
+            "split has data of its own: keep --split with --data-path to divide one data set, or "
+            "the paths of the splits alone": lambda c: (
                 c.train_data_path
                 or c.valid_data_path
                 or c.test_data_path
                 or c.per_split_data_args_path
             ),
-        ),
+        },
     ),
-    Rule(
-        "--multiple-validation-sets needs --full-validation: add it",
-    ),
-    Rule(  # causal attention without a mask does not separate documents
+    {
+        "--multiple-validation-sets needs --full-validation: add it": None,
+        # causal attention without a mask does not separate documents
         "--reset-attention-mask and --no-create-attention-mask-in-dataloader exclude each other: "
         "keep the first to mask attention between documents, the second to build no masks for "
-        "causal attention",
-    ),
-    Rule(
-        "{found}: use a share greater than 0 and less than 1",
-        given("--mask-prob", lambda share: not 0 < share < 1),
-    ),
-    Rule(
-        "{found}: use a share from 0 to 1",
-        given("--short-seq-prob", lambda share: not 0 <= share <= 1),
-    ),
+        "causal attention": None,
+        "{found}: use a share greater than 0 and less than 1": given(
+            "--mask-prob", lambda share: not 0 < share < 1
+        ),
+        "{found}: use a share from 0 to 1": given(
+            "--short-seq-prob", lambda share: not 0 <= share <= 1
+        ),
+    },
 )
 
 # Formats of one file per rank.
@@ -108,19 +104,19 @@ _find_rank_files = given(
     "--ckpt-format --ckpt-convert-format", lambda name: name in ("torch", "torch_dcp")
 )
 
-_CHECKPOINTS = (
-    *where(
+_CHECKPOINTS = rules(
+    where(
         lambda c: c.save is not None and c.save_retain_interval is not None,
-        Rule(
-            "{--save-retain-interval} is not a multiple of {--save-interval}",
-            lambda c: c.save_interval is None or c.save_retain_interval % max(1, c.save_interval),
-        ),
+        {
+            "{--save-retain-interval} is not a multiple of {--save-interval}": lambda c: (
+                c.save_interval is None or c.save_retain_interval % max(1, c.save_interval)
+            ),
+        },
     ),
-    *where(
+    where(
         lambda c: c.load is None,
-        Rule(
-            "{found} needs --load",
-            lambda c: [
+        {
+            "{found} needs --load": lambda c: [
                 flag
                 for flag in (
                     "--use-checkpoint-args",
@@ -130,127 +126,112 @@ _CHECKPOINTS = (
                 )
                 if is_set(c.value(flag))
             ],
-        ),
-        Rule(
-            "--finetune needs --load or --pretrained-checkpoint",
-            lambda c: c.finetune and c.pretrained_checkpoint is None,
-        ),
+            "--finetune needs --load or --pretrained-checkpoint": lambda c: (
+                c.finetune and c.pretrained_checkpoint is None
+            ),
+        },
     ),
-    Rule(
-        "--load-main-params-from-ckpt needs --no-load-optim: a loaded optimizer has main params",
-        lambda c: c.load_main_params_from_ckpt and not c.no_load_optim,
-    ),
-    Rule(
-        "--use-mp-args-from-checkpoint-args needs --use-checkpoint-args",
-    ),
-    *where(  # such files hold all experts of a rank in one matrix, which is read alone
+    {
+        "--load-main-params-from-ckpt needs --no-load-optim: a loaded optimizer "
+        "has main params": lambda c: c.load_main_params_from_ckpt and not c.no_load_optim,
+        "--use-mp-args-from-checkpoint-args needs --use-checkpoint-args": None,
+    },
+    # such files hold all experts of a rank in one matrix, which is read alone
+    where(
         lambda c: c.num_moe_experts is not None and c.moe_use_legacy_grouped_gemm,
-        Rule(
+        {
             "{found} with --moe-use-legacy-grouped-gemm is not available in this program: use "
-            "torch_dist",
-            _find_rank_files,
-        ),
+            "torch_dist": _find_rank_files,
+        },
     ),
-    *where(  # the file of the last stage lacks the embedding that the MTP layers need there
+    # the file of the last stage lacks the embedding that the MTP layers need there
+    where(
         lambda c: c.mtp_num_layers is not None and c.pipeline_model_parallel_size > 1,
-        Rule(
+        {
             "{found} with --mtp-num-layers and {--pipeline-model-parallel-size} is not available "
-            "in this program: use torch_dist",
-            _find_rank_files,
-        ),
+            "in this program: use torch_dist": _find_rank_files,
+        },
     ),
-    *where(  # Megatron-LM stores them in a pickled object
+    # Megatron-LM stores them in a pickled object
+    where(
         lambda c: c.fp8 is not None and c.fp8_recipe == "delayed",
-        Rule(
-            "{found} with --fp8-recipe delayed cannot store its amax histories: use torch_dist, or "
-            "--fp8-recipe tensorwise",
-            _find_rank_files,
-        ),
+        {
+            "{found} with --fp8-recipe delayed cannot store its amax histories: use torch_dist, "
+            "or --fp8-recipe tensorwise": _find_rank_files,
+        },
     ),
-    Rule(
-        "--ckpt-convert-save needs --ckpt-convert-format: add it, with the format to write",
-    ),
-    *where(
+    {
+        "--ckpt-convert-save needs --ckpt-convert-format: add it, with the format to write": None,
+    },
+    where(
         "--ckpt-convert-format",
-        Rule(
-            "{--ckpt-convert-format} needs {found}",
-            lambda c: [f for f in ("--ckpt-convert-save", "--load") if c.value(f) is None],
-        ),
+        {
+            "{--ckpt-convert-format} needs {found}": lambda c: [
+                f for f in ("--ckpt-convert-save", "--load") if c.value(f) is None
+            ],
+        },
     ),
-    *where(
+    where(
         "--non-persistent-save-interval",
-        Rule(
+        {
             "{--non-persistent-save-interval} needs --non-persistent-ckpt-type: global, in a "
-            "directory that all ranks share, local, in one of each node, or in_memory",
-        ),
-        Rule(
-            "--non-persistent-ckpt-type global needs --save or --non-persistent-global-ckpt-dir",
-            lambda c: (
+            "directory that all ranks share, local, in one of each node, or in_memory": None,
+            "--non-persistent-ckpt-type global needs --save "
+            "or --non-persistent-global-ckpt-dir": lambda c: (
                 c.non_persistent_ckpt_type == "global"
                 and c.save is None
                 and c.non_persistent_global_ckpt_dir is None
             ),
-        ),
+        },
     ),
-    Rule(
-        "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir",
-    ),
-    Rule(
+    {
+        "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir": None,
         "--non-persistent-ckpt-type in_memory needs --save: its path tells the folders in memory "
-        "of different runs apart, and the last checkpoint goes there",
-    ),
-    *where(
+        "of different runs apart, and the last checkpoint goes there": None,
+    },
+    where(
         lambda c: c.non_persistent_ckpt_type in ("local", "in_memory"),
-        Rule(
+        {
             "{--non-persistent-ckpt-type} needs one process per rank: use torchrun instead of "
-            "{found}, or use --non-persistent-ckpt-type global",
-            "--virtual-ranks",
-        ),
+            "{found}, or use --non-persistent-ckpt-type global": "--virtual-ranks",
+        },
     ),
-    *where(
+    where(
         "--replication",
-        Rule(
+        {
             "--replication copies the checkpoints of nodes: add --non-persistent-ckpt-type local "
-            "or in_memory",
-            lambda c: c.non_persistent_ckpt_type not in ("local", "in_memory"),
-        ),
-        *first_of(
-            Rule(
+            "or in_memory": lambda c: c.non_persistent_ckpt_type not in ("local", "in_memory"),
+        },
+        first_of(
+            {
                 "--replication needs --replication-jump: how many ranks further the copies go, as "
-                "a rule the ranks of a node",
-            ),
-            Rule(
-                "{--replication-factor} with {--replication-jump} needs more than {found}, and the "
-                "run has {world_size}: lower one of them",
-                lambda c: (
+                "a rule the ranks of a node": None,
+                "{--replication-factor} with {--replication-jump} needs more than {found}, and "
+                "the run has {world_size}: lower one of them": lambda c: (
                     (ranks := (c.replication_factor - 1) * c.replication_jump) >= c.world_size
                     and f"{ranks} ranks"
                 ),
-            ),
+            },
         ),
     ),
 )
 
-_LOGS = (
-    Rule(
-        "{--wandb-project} needs --wandb-exp-name",
-    ),
-    *where(
+_LOGS = rules(
+    {
+        "{--wandb-project} needs --wandb-exp-name": None,
+    },
+    where(
         "--profile",
-        Rule(
-            "{--profile-step-start} must be less than {--profile-step-end}",
-            lambda c: not 0 <= c.profile_step_start < c.profile_step_end,
-        ),
-        Rule(
-            "{found}",
-            lambda c: (
+        {
+            "{--profile-step-start} must be less than {--profile-step-end}": lambda c: (
+                not 0 <= c.profile_step_start < c.profile_step_end
+            ),
+            "{found}": lambda c: (
                 (ranks := [str(rank) for rank in c.profile_ranks if not 0 <= rank < c.world_size])
                 and f"--profile-ranks {' '.join(ranks)}: the run has ranks 0 to {c.world_size - 1}"
             ),
-        ),
-        Rule(
-            "--use-pytorch-profiler needs --tensorboard-dir, where the trace is written",
-        ),
+            "--use-pytorch-profiler needs --tensorboard-dir, where the trace is written": None,
+        },
     ),
 )
 
@@ -265,27 +246,26 @@ _TIMES_IN_ORDER = (  # the first must be the shorter one
 
 _RESTARTS = where(
     "--inprocess-restart",
-    Rule(
-        "--inprocess-restart needs one process per rank: use torchrun instead of {found}",
-        "--virtual-ranks",
-    ),
-    Rule(
+    {
+        "--inprocess-restart "
+        "needs one process per rank: use torchrun instead of {found}": "--virtual-ranks",
         "--inprocess-restart with --enable-ft-package: both look for hanging ranks and act on "
-        "them: omit one of the two",
-        "--enable-ft-package",
-    ),
-    Rule(
-        "{found}",
-        lambda c: [
+        "them: omit one of the two": "--enable-ft-package",
+        "{found}": lambda c: [
             f"{c.shown(low)} must be less than {c.shown(high)}"
             for low, high in _TIMES_IN_ORDER
             if c.value(low) >= c.value(high)
         ],
-    ),
-    Rule(
-        "{found}: a time above 0 is needed",
-        given(" ".join(dict.fromkeys(low for low, _ in _TIMES_IN_ORDER)), lambda time: time == 0),
-    ),
+        "{found}: a time above 0 is needed": given(
+            " ".join(dict.fromkeys(low for low, _ in _TIMES_IN_ORDER)), lambda time: time == 0
+        ),
+    },
 )
 
-RULES = (*_REQUIRED, *_DATA, *_CHECKPOINTS, *_LOGS, *_RESTARTS)
+RULES = rules(
+    _REQUIRED,
+    _DATA,
+    _CHECKPOINTS,
+    _LOGS,
+    _RESTARTS,
+)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from megatron.core.models.vision.kinds import KINDS, image_problems
-from megatron.training.arguments.rules.rule import Rule, Settings, first_of, given, refusal, where
+from megatron.training.arguments.rules.rule import Settings, first_of, given, refusal, rules, where
 from megatron.training.config.mimo import MODALITIES
 from megatron.training.models.encoders import format_problem, image_encoder, whisper_config
 
 _CLASSIFIER = where(
     lambda c: c.kind.classifies_images,
-    Rule("{found}", lambda c: list(image_problems("vit", c.img_h, c.img_w, c.patch_dim))),
-    Rule(
-        "{found[0]} is not available in this program: give {found[1]}",
-        lambda c: [
+    {
+        "{found}": lambda c: list(image_problems("vit", c.img_h, c.img_w, c.patch_dim)),
+        "{found[0]} is not available in this program: give {found[1]}": lambda c: [
             (c.shown(flag), available)
             for flag, value, available in (
                 ("--num-channels", c.num_channels, 3),
@@ -21,29 +20,20 @@ _CLASSIFIER = where(
             )
             if value != available
         ],
-    ),
-    Rule(
-        "{found} leaves no images: give a number over 0, at most 1",
-        given("--classes-fraction --data-per-class-fraction", lambda share: not share),
-    ),
-    Rule(
+        "{found} leaves no images: give a number over 0, at most 1": given(
+            "--classes-fraction --data-per-class-fraction", lambda share: not share
+        ),
         "{--position-embedding-type}: an image classifier learns a position for each patch; leave "
-        "the flag out",
-        lambda c: c.position_embedding_type != "learned_absolute",
-    ),
-    Rule("--num-experts: an image classifier has no experts; leave the flag out", "--num-experts"),
-    Rule(
-        "--mtp-num-layers: an image classifier predicts no tokens; leave the flag out",
-        "--mtp-num-layers",
-    ),
-    Rule(
-        "{found}: images are no documents; leave the flag out",
-        "--reset-attention-mask --reset-position-ids --eod-mask-loss",
-    ),
-    Rule(
-        "--spec: an image classifier has the layers that other flags describe",
-        lambda c: c.spec is not None,
-    ),
+        "the flag out": lambda c: c.position_embedding_type != "learned_absolute",
+        "--num-experts: an image classifier has no experts; leave the flag out": "--num-experts",
+        "--mtp-num-layers: "
+        "an image classifier predicts no tokens; leave the flag out": "--mtp-num-layers",
+        "{found}: images are no documents; "
+        "leave the flag out": "--reset-attention-mask --reset-position-ids --eod-mask-loss",
+        "--spec: an image classifier has the layers that other flags describe": lambda c: (
+            c.spec is not None
+        ),
+    },
 )
 
 
@@ -66,80 +56,63 @@ def _find_undivided_heads(c: Settings) -> tuple[str, int] | None:
 # Without them a model that reads images has an encoder that cannot be built.
 _ENCODER = where(
     lambda c: c.kind.reads_images,
-    Rule(
-        "{found}",
-        lambda c: list(image_problems(c.vision_model_type, c.img_h, c.img_w, c.patch_dim)),
-    ),
-    Rule("--vision-hidden-size {found} attention heads: change one of them", _find_undivided_width),
-    Rule(
+    {
+        "{found}": lambda c: list(
+            image_problems(c.vision_model_type, c.img_h, c.img_w, c.patch_dim)
+        ),
+        "--vision-hidden-size {found} attention heads: change one of them": _find_undivided_width,
         "{found[0]} does not divide the encoder's {found[1]} attention heads: change "
-        "--vision-num-attention-heads",
-        _find_undivided_heads,
-    ),
-    *where(
+        "--vision-num-attention-heads": _find_undivided_heads,
+    },
+    where(
         lambda c: KINDS[c.vision_model_type].reads_any_size,
-        Rule(
-            "{found} with {--vision-model-type}, which reads images of any size: leave {found} out",
-            "--use-tiling --use-tile-tags --pixel-shuffle",
-        ),
-        Rule(
+        {
+            "{found} with {--vision-model-type}, which reads images "
+            "of any size: leave {found} out": "--use-tiling --use-tile-tags --pixel-shuffle",
             "--image-grid-pinpoints with {--vision-model-type}, which reads images of any size: "
-            "leave --image-grid-pinpoints out",
-            lambda c: bool(c.grids),
-        ),
-        Rule(
-            "--vision-projection-type affine with {--vision-model-type}, which reads images of any "
-            "size: leave --vision-projection-type out",
-            "--vision-projection-type affine",
-        ),
+            "leave --image-grid-pinpoints out": lambda c: bool(c.grids),
+            "--vision-projection-type affine with {--vision-model-type}, which reads images of "
+            "any size: leave --vision-projection-type out": "--vision-projection-type affine",
+        },
     ),
-    *where(
+    where(
         lambda c: c.pixel_shuffle and not KINDS[c.vision_model_type].reads_any_size,
-        Rule(
+        {
             "--pixel-shuffle merges 2 x 2 patches of a square: give --disable-vision-class-token, "
-            "--img-w equal to --img-h, and an even number of patches in each direction",
-            lambda c: (
+            "--img-w equal to --img-h, and an even number of patches in each direction": lambda c: (
                 c.img_h // c.patch_dim % 2 == 1
                 or c.img_h != c.img_w
                 or not c.disable_vision_class_token
             ),
-        ),
+        },
     ),
-    *where(
+    where(
         "--image-grid-pinpoints",
-        Rule(
+        {
             "{--image-grid-pinpoints}: {found} numbers are no pairs of height and width: add or "
-            "remove one",
-            lambda c: (count := len(c.image_grid_pinpoints)) % 2 and count,
-        ),
-        Rule(
+            "remove one": lambda c: (count := len(c.image_grid_pinpoints)) % 2 and count,
             "{--image-grid-pinpoints}: {found} are no multiples of {--img-h} and {--img-w}, the "
-            "size of a tile",
-            lambda c: ", ".join(f"{h} {w}" for h, w in c.grids if h % c.img_h or w % c.img_w),
-        ),
-        Rule(
+            "size of a tile": lambda c: ", ".join(
+                f"{h} {w}" for h, w in c.grids if h % c.img_h or w % c.img_w
+            ),
             "{--image-grid-pinpoints} arranges the patches of square tiles: give --img-w equal to "
-            "--img-h, and --disable-vision-class-token",
-            lambda c: (
+            "--img-h, and --disable-vision-class-token": lambda c: (
                 c.img_h != c.img_w
                 or (KINDS[c.vision_model_type].has_class_token and not c.disable_vision_class_token)
             ),
-        ),
-        Rule(
-            "{--image-grid-pinpoints} and {found} are two layouts of tiles: leave one of them out",
-            "--use-tiling --use-tile-tags --pixel-shuffle",
-        ),
+            "{--image-grid-pinpoints} and {found} are two layouts "
+            "of tiles: leave one of them out": "--use-tiling --use-tile-tags --pixel-shuffle",
+        },
     ),
 )
 
 _READER = where(
     lambda c: c.kind.reads_images,
-    *where(
+    where(
         "--balance-image-tiles",
-        Rule(
-            "--balance-image-tiles with {found}: global batches of one size from image-text shards "
-            "can be balanced; leave one of the flags out",
-            lambda c: [
+        {
+            "--balance-image-tiles with {found}: global batches of one size from image-text "
+            "shards can be balanced; leave one of the flags out": lambda c: [
                 *given("--mock-data --dataloader-type cyclic --dataloader-type external")(c),
                 *(
                     flag
@@ -147,21 +120,23 @@ _READER = where(
                     if c.value(flag) is not None
                 ),
             ],
+        },
+    ),
+    where(
+        "--save",
+        {
+            "--ckpt-format {found}": lambda c: format_problem(c.ckpt_format),
+        },
+    ),
+    {
+        "CUDA graphs need equal shapes in every step, and the number of images differs": lambda c: (
+            c.uses_graphs
         ),
-    ),
-    *where("--save", Rule("--ckpt-format {found}", lambda c: format_problem(c.ckpt_format))),
-    Rule(
-        "CUDA graphs need equal shapes in every step, and the number of images differs",
-        lambda c: c.uses_graphs,
-    ),
-    Rule(
-        "--mtp-num-layers: a model that reads images does not predict several tokens",
-        "--mtp-num-layers",
-    ),
-    Rule(
-        "{found}: a row of a model that reads images is one sample; leave the flag out",
-        "--reset-attention-mask --reset-position-ids",
-    ),
+        "--mtp-num-layers: "
+        "a model that reads images does not predict several tokens": "--mtp-num-layers",
+        "{found}: a row of a model that reads "
+        "images is one sample; leave the flag out": "--reset-attention-mask --reset-position-ids",
+    },
 )
 
 
@@ -184,65 +159,53 @@ def _find_unknown_tokens(c: Settings) -> list[str]:
 
 _MIMO = where(
     lambda c: c.kind.has_placeholders,
-    Rule(
+    {
         "{--image-seq-length}: the encoder gives {found} embeddings of an image; leave the flag "
-        "out, or change --img-h, --img-w or --patch-dim",
-        _find_wrong_image_length,
-    ),
-    Rule(
+        "out, or change --img-h, --img-w or --patch-dim": _find_wrong_image_length,
         "--total-seq-length {row_length} has no place for text beside the embeddings of an image "
-        "(and a sound): raise it",
-        lambda c: (c.dataloader_seq_length or 1) < 1,
-    ),
-    Rule(
+        "(and a sound): raise it": lambda c: (c.dataloader_seq_length or 1) < 1,
         f"--hf-assign-unused-tokens {{found}}: give NAME,ID, where NAME is "
-        f"{' or '.join(MODALITIES)}",
-        _find_unknown_tokens,
-    ),
-    Rule(
-        "--image-token-id {special_token_ids[images]} is the placeholder of sound too: set another "
-        "one by --hf-assign-unused-tokens <audio>,ID",
-        lambda c: len({*c.special_token_ids.values()}) < len(c.special_token_ids),
-    ),
-    Rule(
+        f"{' or '.join(MODALITIES)}": _find_unknown_tokens,
+        "--image-token-id {special_token_ids[images]} is the placeholder of sound too: set "
+        "another one by --hf-assign-unused-tokens <audio>,ID": lambda c: (
+            len({*c.special_token_ids.values()}) < len(c.special_token_ids)
+        ),
         "{--vision-model-type}: the encoders of MiMo models read images of one size; use another "
-        "one, or pretrain_vlm.py",
-        lambda c: KINDS[c.vision_model_type].reads_any_size,
-    ),
-    Rule(
-        "--image-grid-pinpoints: a MiMo model has one placeholder for each embedding of a tile and "
-        "no others; use --use-tiling, or pretrain_vlm.py",
-        "--image-grid-pinpoints",
-    ),
-    Rule(
-        "--use-packed-sequence: a row of a MiMo model is one sample; use pretrain_vlm.py",
-        "--use-packed-sequence",
-    ),
-    *where(
+        "one, or pretrain_vlm.py": lambda c: KINDS[c.vision_model_type].reads_any_size,
+        "--image-grid-pinpoints: a MiMo model has one placeholder for each embedding of a tile "
+        "and no others; use --use-tiling, or pretrain_vlm.py": "--image-grid-pinpoints",
+        "--use-packed-sequence: "
+        "a row of a MiMo model is one sample; use pretrain_vlm.py": "--use-packed-sequence",
+    },
+    where(
         "--encoder-tp",
-        *first_of(
-            Rule(
-                "{--encoder-tp} does not divide {--tensor-model-parallel-size}: give a divisor",
-                lambda c: c.tensor_model_parallel_size % c.encoder_tp,
-            ),
-            Rule(
+        first_of(
+            {
+                "{--encoder-tp} does not divide {--tensor-model-parallel-size}: "
+                "give a divisor": lambda c: c.tensor_model_parallel_size % c.encoder_tp,
                 "--encoder-tp: copies of an encoder would drop out different values; set "
-                "--attention-dropout 0 and --hidden-dropout 0",
-                lambda c: c.attention_dropout or c.hidden_dropout,
-            ),
+                "--attention-dropout "
+                "0 and --hidden-dropout 0": lambda c: c.attention_dropout or c.hidden_dropout,
+            },
         ),
     ),
-    *where(
+    where(
         "--audio-encoder-model",
-        Rule("{found}", lambda c: refusal(whisper_config, c.audio_encoder_model)),
+        {
+            "{found}": lambda c: refusal(whisper_config, c.audio_encoder_model),
+        },
     ),
-    Rule(
+    {
         "--init-model-with-meta-device: --language-model-checkpoint and --audio-encoder-model are "
-        "read into parameters with memory; leave it out",
-        lambda c: (
+        "read into parameters with memory; leave it out": lambda c: (
             c.init_model_with_meta_device and (c.language_model_checkpoint or c.audio_encoder_model)
         ),
-    ),
+    },
 )
 
-RULES = (*_CLASSIFIER, *_ENCODER, *_READER, *_MIMO)
+RULES = rules(
+    _CLASSIFIER,
+    _ENCODER,
+    _READER,
+    _MIMO,
+)

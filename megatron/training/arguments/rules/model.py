@@ -12,14 +12,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import (
     pattern_problems,
 )
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
-from megatron.training.arguments.rules.rule import (
-    Rule,
-    Settings,
-    first_of,
-    given,
-    refusal,
-    where,
-)
+from megatron.training.arguments.rules.rule import Settings, first_of, given, refusal, rules, where
 from megatron.training.config.language_model import MODEL_KINDS
 from megatron.training.config.run import PRETRAINING
 from megatron.training.models.registry import model_kind
@@ -55,121 +48,95 @@ def _find_activation_functions(c: Settings) -> str:
     return " and ".join(chosen) if len(chosen) > 1 else ""
 
 
-_ARCHITECTURE = (
-    Rule(
+_ARCHITECTURE = rules(
+    {
         f"the model has about {{found:.1e}} parameters, more than {_MAX_PARAMETERS:.0e}: "
-        "lower --hidden-size, --ffn-hidden-size, --num-layers, --num-experts or --vocab-size",
-        lambda c: (count := _count_parameters(c)) > _MAX_PARAMETERS and count,
-    ),
-    Rule(
+        "lower --hidden-size, --ffn-hidden-size, "
+        "--num-layers, --num-experts or --vocab-size": lambda c: (
+            (count := _count_parameters(c)) > _MAX_PARAMETERS and count
+        ),
         "a micro-batch has about {found:.1e} activations in one tensor, more than "
-        f"{_MAX_ACTIVATIONS:.0e}: lower --micro-batch-size, --seq-length or the model's widths",
-        lambda c: (count := _count_activations(c)) > _MAX_ACTIVATIONS and count,
-    ),
-    Rule(
+        f"{_MAX_ACTIVATIONS:.0e}: lower --micro-batch-size, "
+        "--seq-length or the model's widths": lambda c: (
+            (count := _count_activations(c)) > _MAX_ACTIVATIONS and count
+        ),
         "{--hidden-size} is not a multiple of {--num-attention-heads}: change one of them or give "
-        "the width of a head by --kv-channels",
-        lambda c: (
+        "the width of a head by --kv-channels": lambda c: (
             c.asked["kv_channels"] is None
             and c.num_attention_heads
             and c.hidden_size % c.num_attention_heads
         ),
-    ),
-    Rule(
-        "{--num-query-groups} does not divide {--num-attention-heads}: use a divisor of it",
-        lambda c: (
+        "{--num-query-groups} does not divide "
+        "{--num-attention-heads}: use a divisor of it": lambda c: (
             c.asked["group_query_attention"]
             and (c.num_query_groups < 1 or c.num_attention_heads % c.num_query_groups)
         ),
-    ),
-    Rule(
-        "{found} exclude each other: keep the model's activation",
-        _find_activation_functions,
-    ),
-    Rule(
-        "{found}: a number greater than 0 is needed",
-        given("--activation-func-clamp-value", lambda clamp: clamp <= 0),
-    ),
-    Rule(
-        "{found}: a probability from 0 up to, but not including, 1 is needed",
-        given("--attention-dropout --hidden-dropout", lambda p: not 0 <= p < 1),
-    ),
-    Rule(
-        "{found}: use a cap greater than 0; the default is no cap",
-        given("--attn-logit-softcapping --final-logit-softcapping", lambda cap: cap <= 0),
-    ),
-    Rule(
+        "{found} exclude each other: keep the model's activation": _find_activation_functions,
+        "{found}: a number greater than 0 is needed": given(
+            "--activation-func-clamp-value", lambda clamp: clamp <= 0
+        ),
+        "{found}: a probability from 0 up to, but not including, 1 is needed": given(
+            "--attention-dropout --hidden-dropout", lambda p: not 0 <= p < 1
+        ),
+        "{found}: use a cap greater than 0; the default is no cap": given(
+            "--attn-logit-softcapping --final-logit-softcapping", lambda cap: cap <= 0
+        ),
         "--qk-l2-norm and --multi-latent-attention exclude each other: use --qk-layernorm, which "
-        "normalizes the latent vectors",
-    ),
-    Rule(
-        "--qk-layernorm-full-width widens --qk-layernorm, which is not given: add it",
-        lambda c: c.qk_layernorm_full_width and not c.qk_layernorm,
-    ),
-    Rule(
-        "--window-size {window_size[0]},{window_size[1]}: sides are counts of tokens, or -1 for no "
-        "limit",
-        lambda c: c.window_size is not None and min(c.window_size) < -1,
-    ),
-    Rule(
-        "--window-attn-skip-freq needs --window-size",
-    ),
-    Rule(
-        "{found} and --num-layers is {num_layers}: they must agree",
-        lambda c: [
+        "normalizes the latent vectors": None,
+        "--qk-layernorm-full-width widens --qk-layernorm, which is not given: add it": lambda c: (
+            c.qk_layernorm_full_width and not c.qk_layernorm
+        ),
+        "--window-size {window_size[0]},{window_size[1]}: sides are counts of tokens, or -1 for "
+        "no limit": lambda c: c.window_size is not None and min(c.window_size) < -1,
+        "--window-attn-skip-freq needs --window-size": None,
+        "{found} and --num-layers is {num_layers}: they must agree": lambda c: [
             f"{flag} has {len(pattern)} entries"
             for flag in ("--window-attn-skip-freq", "--no-rope-freq")
             if isinstance(pattern := c.value(flag), tuple)
             and c.num_layers
             and len(pattern) != c.num_layers
         ],
-    ),
-    Rule(
-        "{found}: at least 1 is needed",
-        given("--window-attn-skip-freq --no-rope-freq", lambda n: isinstance(n, int) and n < 1),
-    ),
-    Rule(
+        "{found}: at least 1 is needed": given(
+            "--window-attn-skip-freq --no-rope-freq", lambda n: isinstance(n, int) and n < 1
+        ),
         "--apply-residual-connection-post-layernorm needs a norm at the input of a sublayer, and "
-        "--layer-norm-placement is post",
-        lambda c: c.apply_residual_connection_post_layernorm and c.layer_norm_placement == "post",
-    ),
-    Rule("{found}", lambda c: refusal(layer_shapes, c.config.model)),
-    Rule(
-        "{found}: a module and a name in it, or local, is needed",
-        given("--spec", lambda spec: len(spec) != 2 and spec != ("local",)),
-    ),
-    *where(
+        "--layer-norm-placement is post": lambda c: (
+            c.apply_residual_connection_post_layernorm and c.layer_norm_placement == "post"
+        ),
+        "{found}": lambda c: refusal(layer_shapes, c.config.model),
+        "{found}: a module and a name in it, or local, is needed": given(
+            "--spec", lambda spec: len(spec) != 2 and spec != ("local",)
+        ),
+    },
+    where(
         "--mtp-num-layers",
-        Rule(
+        {
             "{--mtp-num-layers}: multi-token prediction (MTP) does not support learned positions; "
-            "use --position-embedding-type rope (or alibi or none)",
-            "--position-embedding-type learned_absolute",
-        ),
-        Rule(
+            "use --position-embedding-type "
+            "rope (or alibi or none)": "--position-embedding-type learned_absolute",
             "{--mtp-num-layers} and --defer-embedding-wgrad-compute need "
-            "--untie-embeddings-and-output-weights: the MTP layers' embedding adds to the gradient "
-            "of a tied weight",
-            lambda c: c.defer_embedding_wgrad_compute and not c.untie_embeddings_and_output_weights,
-        ),
+            "--untie-embeddings-and-output-weights: the MTP layers' embedding adds to the "
+            "gradient of a tied weight": lambda c: (
+                c.defer_embedding_wgrad_compute and not c.untie_embeddings_and_output_weights
+            ),
+        },
     ),
-    *where(
+    where(
         "--require-transformer-engine",
-        *first_of(
-            Rule(
+        first_of(
+            {
                 "--require-transformer-engine and --transformer-impl local exclude each other: "
-                "keep the first for Transformer Engine's layers, the second for PyTorch's",
-            ),
-            Rule(
+                "keep the first for Transformer Engine's layers, the second for PyTorch's": None,
                 "--require-transformer-engine: {found}; keep --require-transformer-engine for "
-                "Transformer Engine's GEMMs, or the other flag, which runs without it",
-                lambda c: c.why_own_matrices,
-            ),
+                "Transformer Engine's "
+                "GEMMs, or the other flag, which runs without it": lambda c: c.why_own_matrices,
+            },
         ),
-        Rule(
+        {
             "--require-transformer-engine and --device cpu exclude each other: Transformer Engine "
-            "needs a GPU, which --device cuda selects",
-            lambda c: c.transformer_impl != "local" and c.device == CPU,
-        ),
+            "needs a GPU, which "
+            "--device cuda selects": lambda c: c.transformer_impl != "local" and c.device == CPU,
+        },
     ),
 )
 
@@ -207,119 +174,100 @@ _LONGROPE = (
     "--longrope-short-factor --longrope-long-factor --longrope-original-max-position-embeddings"
 ).split()
 
-_POSITIONS = (
-    Rule(
+_POSITIONS = rules(
+    {
         "--position-embedding-type {asked[position_embedding_type]} and "
         "--use-rotary-position-embeddings, which means --position-embedding-type rope, exclude "
-        "each other: keep one of them",
-        lambda c: (
+        "each other: keep one of them": lambda c: (
             c.asked["use_rotary_position_embeddings"]
             and c.asked["position_embedding_type"] not in ("learned_absolute", "rope", "yarn")
         ),
-    ),
-    Rule(
         "{--max-position-embeddings} is less than the {found} tokens of a sample (--seq-length): "
-        "raise it or shorten the samples",
-        _find_longer_sample,
-    ),
-    Rule(
+        "raise it or shorten the samples": _find_longer_sample,
         "--no-position-embedding contradicts {--position-embedding-type}: use "
-        "--position-embedding-type none",
-        lambda c: (
+        "--position-embedding-type none": lambda c: (
             not c.asked["add_position_embedding"]
             and c.position_embedding_type not in ("rope", "none")
         ),
-    ),
-    *where(
+    },
+    where(
         "--position-embedding-type mrope",
-        Rule(
+        {
             "--position-embedding-type mrope with {--model-kind}: only GPT and models that read "
-            "images support it; use rope",
-            lambda c: c.kind.has_encoder or c.kind.has_masked_lm_head or c.kind.is_hybrid,
-        ),
-        Rule("{found}", lambda c: wrong_sections(c.mrope_section, _count_rotated_pairs(c))),
+            "images support it; use rope": lambda c: (
+                c.kind.has_encoder or c.kind.has_masked_lm_head or c.kind.is_hybrid
+            ),
+            "{found}": lambda c: wrong_sections(c.mrope_section, _count_rotated_pairs(c)),
+        },
     ),
-    *where(
+    where(
         lambda c: c.position_embedding_type in ("rope", "mrope"),
-        *first_of(
-            Rule(
-                "{found}: more than 0 and at most 1 is needed",
-                given("--rotary-percent", lambda share: not 0 < share <= 1),
-            ),
-            Rule(
+        first_of(
+            {
+                "{found}: more than 0 and at most 1 is needed": given(
+                    "--rotary-percent", lambda share: not 0 < share <= 1
+                ),
                 "{--rotary-percent} of a head {kv_channels} wide is an odd number of channels: "
-                "change --rotary-percent or --kv-channels",
-                lambda c: int((c.kv_channels or 0) * c.rotary_percent) % 2,
-            ),
+                "change --rotary-percent "
+                "or --kv-channels": lambda c: int((c.kv_channels or 0) * c.rotary_percent) % 2,
+            },
         ),
     ),
-    Rule("{found} exclude each other: keep the model's scaling", _find_rotary_scalings),
-    Rule("{found}: make the first the larger one", _find_wrong_yarn),
-    *where(
+    {
+        "{found} exclude each other: keep the model's scaling": _find_rotary_scalings,
+        "{found}: make the first the larger one": _find_wrong_yarn,
+    },
+    where(
         lambda c: any(c.value(flag) is not None for flag in _LONGROPE),
-        Rule(
-            "LongRoPE also needs {found}",
-            lambda c: " and ".join(flag for flag in _LONGROPE if c.value(flag) is None),
-        ),
-        Rule(
-            "LongRoPE scales rotations and --position-embedding-type is {position_embedding_type}: "
-            "use rope",
-            lambda c: c.position_embedding_type != "rope",
-        ),
-        Rule(
-            "{found}",
-            lambda c: [
+        {
+            "LongRoPE also needs {found}": lambda c: " and ".join(
+                flag for flag in _LONGROPE if c.value(flag) is None
+            ),
+            "LongRoPE scales rotations and --position-embedding-type is "
+            "{position_embedding_type}: use rope": lambda c: c.position_embedding_type != "rope",
+            "{found}": lambda c: [
                 f"{flag} has {len(factors)} numbers and a head rotates {pairs} pairs of channels"
                 for flag in _LONGROPE[:2]
                 if isinstance(factors := c.value(flag), tuple)
                 and len(factors) != (pairs := _count_rotated_pairs(c))
             ],
-        ),
+        },
     ),
-    *where(
+    where(
         "--multi-latent-attention",
-        Rule(
+        {
             "--multi-latent-attention with {--position-embedding-type}: it rotates a part of each "
-            "head itself; use rope or none, or learned_absolute to add a learned table",
-            lambda c: c.position_embedding_type not in ("rope", "none", "learned_absolute"),
-        ),
-        Rule(
+            "head itself; use rope or none, or learned_absolute to add a learned table": lambda c: (
+                c.position_embedding_type not in ("rope", "none", "learned_absolute")
+            ),
             "--rotary-interleaved and --multi-latent-attention exclude each other: use "
-            "--multi-latent-attention alone, which always rotates neighbouring channels",
-        ),
-        Rule(
+            "--multi-latent-attention alone, which always rotates neighbouring channels": None,
             "--group-query-attention and --multi-latent-attention exclude each other: keep the "
-            "first to share key and value heads, the second to compress them to a latent vector",
-            lambda c: c.asked["group_query_attention"],
-        ),
-        Rule(
-            "{found} is odd: channels rotate in pairs; use an even number",
-            given("--qk-pos-emb-head-dim", lambda width: width % 2),
-        ),
-        Rule(
+            "first to share key and value heads, the second "
+            "to compress them to a latent vector": lambda c: c.asked["group_query_attention"],
+            "{found} is odd: channels rotate in pairs; use an even number": given(
+                "--qk-pos-emb-head-dim", lambda width: width % 2
+            ),
             "{--v-head-dim} is greater than --qk-head-dim plus --qk-pos-emb-head-dim, {found}: "
-            "lower it",
-            lambda c: (
+            "lower it": lambda c: (
                 c.v_head_dim > (width := c.qk_head_dim + c.qk_pos_emb_head_dim) and f"{width}"
             ),
-        ),
+        },
     ),
-    *where(
+    where(
         "--position-embedding-type relative",
-        *first_of(
-            Rule(
-                "{found}: use 4 or more",
-                given("--relative-attention-num-buckets", lambda count: count < 4),
-            ),
-            Rule(
+        first_of(
+            {
+                "{found}: use 4 or more": given(
+                    "--relative-attention-num-buckets", lambda count: count < 4
+                ),
                 "{--relative-attention-max-distance}: it must exceed the {found} buckets of small "
-                "distances; raise it or lower --relative-attention-num-buckets",
-                lambda c: (
+                "distances; raise it or lower --relative-attention-num-buckets": lambda c: (
                     c.relative_attention_max_distance
                     <= (near := c.relative_attention_num_buckets // 2)
                     and near
                 ),
-            ),
+            },
         ),
     ),
 )
@@ -338,18 +286,17 @@ def problems_of_kind(c: Settings) -> list[str]:
     return list(c.kind.problems(c.config))
 
 
-_KIND = (
-    Rule(
+_KIND = rules(
+    {
         "{--context-parallel-size} with {kind.title}: {kind.title} does not support context "
-        "parallelism; for long sequences use --tensor-model-parallel-size with "
-        "--sequence-parallel",
-        lambda c: c.context_parallel_size > 1 and not c.kind.supports_context_parallel,
-    ),
-    Rule(
-        "{objective} is not implemented for {kind.title}: it is for models of {found}",
-        _find_scripts,
-    ),
-    Rule("{found}", problems_of_kind),
+        "parallelism; for long sequences use "
+        "--tensor-model-parallel-size with --sequence-parallel": lambda c: (
+            c.context_parallel_size > 1 and not c.kind.supports_context_parallel
+        ),
+        "{objective} "
+        "is not implemented for {kind.title}: it is for models of {found}": _find_scripts,
+        "{found}": problems_of_kind,
+    },
 )
 
 
@@ -360,17 +307,15 @@ def _has_explicit_layer_frequency(c: Settings) -> bool:
     return freq != 1 and not is_derived
 
 
-_HYBRID = (
-    Rule(
+_HYBRID = rules(
+    {
         "--is-hybrid-model: this program does not train hybrid models; use pretrain_mamba.py "
-        "(--model-kind mamba)",
-        lambda c: c.is_hybrid_model and not c.kind.is_hybrid,
-    ),
-    *where(
+        "(--model-kind mamba)": lambda c: c.is_hybrid_model and not c.kind.is_hybrid,
+    },
+    where(
         lambda c: c.kind.is_hybrid,
-        Rule(
-            "{found}",
-            lambda c: (
+        {
+            "{found}": lambda c: (
                 list(
                     pattern_problems(
                         c.num_layers,
@@ -382,41 +327,29 @@ _HYBRID = (
                 if c.num_layers
                 else ()
             ),
-        ),
-        Rule(
             "{found} is not available for Mamba and hybrid models: use pretrain_gpt.py for "
-            "multi-token prediction",
-            "--mtp-num-layers",
-        ),
-        Rule(
-            "{found} is not available for Mamba and hybrid models: a Mamba layer normalizes before "
-            "its mixer (pre); use pretrain_gpt.py for other placements",
-            given("--layer-norm-placement", lambda place: place != "pre"),
-        ),
-        Rule(
+            "multi-token prediction": "--mtp-num-layers",
+            "{found} is not available for Mamba and hybrid models: a Mamba layer normalizes "
+            "before its mixer (pre); use pretrain_gpt.py "
+            "for other placements": given("--layer-norm-placement", lambda place: place != "pre"),
             "{found} is not available for Mamba and hybrid models: use --hybrid-override-pattern "
-            "to choose the layers",
-            "--heterogeneous-layers-config-path",
-        ),
-        Rule(
-            "{found} is not available for Mamba and hybrid models: use full, or selective",
-            given("--recompute-granularity", lambda name: name == "adaptive"),
-        ),
-        Rule(
-            "{found} is not available for Mamba and hybrid models: a Mamba layer carries its state "
-            "across the end of a document; use pretrain_gpt.py to separate documents",
-            "--reset-attention-mask",
-        ),
+            "to choose the layers": "--heterogeneous-layers-config-path",
+            "{found} is not available for Mamba and hybrid models: use full, or selective": given(
+                "--recompute-granularity", lambda name: name == "adaptive"
+            ),
+            "{found} is not available for Mamba and hybrid models: a Mamba layer carries its "
+            "state across the end "
+            "of a document; use pretrain_gpt.py to separate documents": "--reset-attention-mask",
+        },
     ),
-    *where(
+    where(
         lambda c: MAMBA in c.hybrid_pattern and c.hidden_size,
-        *first_of(
-            Rule("{found}", lambda c: list(mixer_problems(c.config.model))),
-            Rule(
+        first_of(
+            {
+                "{found}": lambda c: list(mixer_problems(c.config.model)),
                 "{--fp8-format}: the input projection of a Mamba layer has {found} rows on each "
                 "tensor-parallel rank, not a multiple of 16; change --mamba-num-heads or "
-                "--mamba-state-dim",
-                lambda c: (
+                "--mamba-state-dim": lambda c: (
                     c.fp8 is not None
                     and (
                         rows := sum(mixer_shape(c.config.model).projected)
@@ -425,73 +358,57 @@ _HYBRID = (
                     % 16
                     and rows
                 ),
-            ),
+            },
         ),
     ),
-    *where(
+    where(
         lambda c: c.hybrid_pattern,
-        Rule(
-            "--hybrid-override-pattern {hybrid_pattern} has MoE layers, E: add --num-experts",
-            lambda c: EXPERTS in c.hybrid_pattern and c.num_moe_experts is None,
-        ),
-        Rule(
+        {
+            "--hybrid-override-pattern {hybrid_pattern} has "
+            "MoE layers, E: add --num-experts": lambda c: (
+                EXPERTS in c.hybrid_pattern and c.num_moe_experts is None
+            ),
             "{--num-experts}: no layer of the pattern {hybrid_pattern} has experts; give "
-            "--hybrid-override-pattern with an E for each MoE layer",
-            lambda c: EXPERTS not in c.hybrid_pattern and c.num_moe_experts is not None,
-        ),
-        Rule(
-            "--moe-layer-freq {asked[moe_layer_freq]} is not available for hybrid models: put an E "
-            "into --hybrid-override-pattern for each MoE layer",
-            _has_explicit_layer_frequency,
-        ),
+            "--hybrid-override-pattern with an E for each MoE layer": lambda c: (
+                EXPERTS not in c.hybrid_pattern and c.num_moe_experts is not None
+            ),
+            "--moe-layer-freq {asked[moe_layer_freq]} is not available for hybrid models: put an "
+            "E into --hybrid-override-pattern for each MoE layer": _has_explicit_layer_frequency,
+        },
     ),
 )
 
 _BERT = where(
     lambda c: c.kind.has_masked_lm_head,
-    Rule(
-        "{found} with BERT: BERT does not support it; use learned_absolute, rope or none",
-        given(
+    {
+        "{found} with BERT: BERT does not support it; use learned_absolute, rope or none": given(
             "--position-embedding-type",
             lambda name: name not in ("learned_absolute", "rope", "none"),
         ),
-    ),
-    Rule(
-        "{found} with BERT: the BERT model does not have this feature; use pretrain_gpt.py for it",
-        "--num-experts --multi-latent-attention --mtp-num-layers "
+        "{found} with BERT: the BERT model does not have this feature; use pretrain_gpt.py for "
+        "it": "--num-experts --multi-latent-attention --mtp-num-layers "
         "--heterogeneous-layers-config-path",
-    ),
-    Rule(
-        "{found} with BERT: BERT builds its own layers; use pretrain_gpt.py for layers from a spec",
-        given("--spec", lambda spec: spec[0] != "local"),
-    ),
-    Rule(
+        "{found} with BERT: BERT builds its own layers; use pretrain_gpt.py "
+        "for layers from a spec": given("--spec", lambda spec: spec[0] != "local"),
         "{found} with BERT: BERT does not support Llama's scaling; use "
-        "--rotary-seq-len-interpolation-factor",
-        "--use-rope-scaling",
-    ),
-    Rule(
+        "--rotary-seq-len-interpolation-factor": "--use-rope-scaling",
         "{found} with BERT: a BERT sample comes from one document; use pretrain_gpt.py for packed "
-        "documents",
-        "--reset-attention-mask --reset-position-ids --eod-mask-loss",
-    ),
+        "documents": "--reset-attention-mask --reset-position-ids --eod-mask-loss",
+    },
 )
 
 _T5_STAGES = where(
     lambda c: c.kind.has_encoder and c.pipeline_model_parallel_size > 1,
-    *first_of(
-        Rule(
-            "{--pipeline-model-parallel-size}: T5 has separate stages for encoder and decoder, and "
-            "--encoder-pipeline-model-parallel-size is {encoder_pipeline_model_parallel_size}: use "
-            "{found}",
-            lambda c: (
+    first_of(
+        {
+            "{--pipeline-model-parallel-size}: T5 has separate stages for encoder and decoder, "
+            "and --encoder-pipeline-model-parallel-size is "
+            "{encoder_pipeline_model_parallel_size}: use {found}": lambda c: (
                 not 0 < c.encoder_pipeline_model_parallel_size < c.pipeline_model_parallel_size
                 and f"1 to {c.pipeline_model_parallel_size - 1}"
             ),
-        ),
-        Rule(
-            "{found}: change --encoder-pipeline-model-parallel-size or use fewer stages",
-            lambda c: [
+            "{found}: change --encoder-pipeline-model-parallel-size "
+            "or use fewer stages": lambda c: [
                 f"{flag} {depth} layers cannot be split over {stages} pipeline stages"
                 for flag, depth, stages in (
                     (
@@ -507,21 +424,18 @@ _T5_STAGES = where(
                 )
                 if depth < stages
             ],
-        ),
+        },
     ),
 )
 
 _T5 = where(
     lambda c: c.kind.has_encoder,
-    Rule(
+    {
         "virtual pipeline stages with T5: a rank has one stage; for a smaller pipeline bubble use "
-        "--pipeline-schedule zb-h1",
-        lambda c: c.virtual_pipeline_model_parallel_size is not None,
-    ),
-    Rule(
+        "--pipeline-schedule zb-h1": lambda c: c.virtual_pipeline_model_parallel_size is not None,
         "{found} with T5: encoder and decoder each split their layers evenly; use "
-        "--encoder-pipeline-model-parallel-size to set how many stages are the encoder's",
-        lambda c: [
+        "--encoder-pipeline-model-parallel-size to set "
+        "how many stages are the encoder's": lambda c: [
             *given(
                 "--pipeline-model-parallel-layout --decoder-first-pipeline-num-layers "
                 "--decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split "
@@ -529,63 +443,49 @@ _T5 = where(
             )(c),
             *given("--pipeline-split", lambda name: name == "auto")(c),
         ],
-    ),
-    Rule(
         "--ckpt-format torch with T5: it cannot store encoder stages; use torch_dist or "
-        "safetensors_dist",
-        lambda c: c.pipeline_model_parallel_size > 1 and c.save and c.ckpt_format == "torch",
-    ),
-    Rule(
-        "{found} with T5: the T5 model does not have this feature; use pretrain_gpt.py for it",
-        lambda c: [
+        "safetensors_dist": lambda c: (
+            c.pipeline_model_parallel_size > 1 and c.save and c.ckpt_format == "torch"
+        ),
+        "{found} with T5: the T5 model does not have "
+        "this feature; use pretrain_gpt.py for it": lambda c: [
             *given(
                 "--num-experts --multi-latent-attention --mtp-num-layers "
                 "--heterogeneous-layers-config-path --qk-layernorm --qk-l2-norm"
             )(c),
             *given("--spec", lambda spec: spec[0] != "local")(c),
         ],
-    ),
-    Rule(
         "{found} with T5: T5 normalizes before attention and MLP (pre); use pretrain_gpt.py for "
-        "other placements",
-        given("--layer-norm-placement", lambda place: place != "pre"),
-    ),
-    Rule(
+        "other placements": given("--layer-norm-placement", lambda place: place != "pre"),
         "{found} with T5: a list has an entry for each layer of one stack; give a number, for "
-        "every Nth layer",
-        given("--no-rope-freq --window-attn-skip-freq", lambda freq: isinstance(freq, tuple)),
-    ),
-    Rule(
-        "{found} with T5: T5 does not support it; use relative, learned_absolute, rope or none",
-        given("--position-embedding-type", lambda name: name == "alibi"),
-    ),
-    Rule(
+        "every Nth layer": given(
+            "--no-rope-freq --window-attn-skip-freq", lambda freq: isinstance(freq, tuple)
+        ),
+        "{found} with T5: T5 does not support it; use relative, learned_absolute, "
+        "rope or none": given("--position-embedding-type", lambda name: name == "alibi"),
         "{found} with T5: a T5 sample comes from one document; use pretrain_gpt.py for packed "
-        "documents",
-        "--reset-attention-mask --reset-position-ids --eod-mask-loss",
-    ),
-    Rule(
+        "documents": "--reset-attention-mask --reset-position-ids --eod-mask-loss",
         "{--decoder-seq-length} is not a multiple of {--tensor-model-parallel-size}, as "
-        "--sequence-parallel needs: use a multiple of {tensor_model_parallel_size}",
-        lambda c: (
+        "--sequence-parallel needs: use a multiple of {tensor_model_parallel_size}": lambda c: (
             c.sequence_parallel
             and c.tensor_model_parallel_size > 0
             and (c.decoder_seq_length or 0) % c.tensor_model_parallel_size
         ),
-    ),
+    },
 )
 
-RULES = (
-    *_ARCHITECTURE,
-    *_POSITIONS,
-    *_KIND,
-    *_HYBRID,
-    *_BERT,
-    *_T5_STAGES,
-    *_T5,
-    Rule(
+RULES = rules(
+    _ARCHITECTURE,
+    _POSITIONS,
+    _KIND,
+    _HYBRID,
+    _BERT,
+    _T5_STAGES,
+    _T5,
+    {
         "--position-embedding-type relative: only T5 has the relative position bias; use rope, or "
-        "pretrain_t5.py",
-        lambda c: c.position_embedding_type == "relative" and not c.kind.has_encoder,
-    ),
+        "pretrain_t5.py": lambda c: (
+            c.position_embedding_type == "relative" and not c.kind.has_encoder
+        ),
+    },
 )

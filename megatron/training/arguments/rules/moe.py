@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.training.arguments.rules.rule import Rule, Settings, first_of, given, where
+from megatron.training.arguments.rules.rule import Settings, first_of, given, rules, where
 
 
 def _weights_add_up(c: Settings) -> bool:
@@ -20,70 +20,56 @@ def _group_size(c: Settings) -> int:
 
 _ROUTER = where(
     "--num-experts",
-    Rule(
-        "{--moe-router-topk} is not between 1 and {--num-experts}",
-        lambda c: not 1 <= c.moe_router_topk <= c.num_moe_experts,
-    ),
-    Rule(
-        "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over one expert is always "
-        "1, so the router would have no gradient",
-        lambda c: (
+    {
+        "{--moe-router-topk} is not between 1 and {--num-experts}": lambda c: (
+            not 1 <= c.moe_router_topk <= c.num_moe_experts
+        ),
+        "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over one expert is "
+        "always 1, so the router would have no gradient": lambda c: (
             c.moe_router_topk == 1
             and c.moe_router_score_function == "softmax"
             and not c.moe_router_pre_softmax
             and c.moe_router_load_balancing_type != ("sinkhorn",)
         ),
-    ),
-    Rule(
-        "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: add it",
-        lambda c: c.moe_router_enable_expert_bias and c.moe_router_score_function == "softmax",
-    ),
-    Rule(
-        "--moe-apply-probs-on-input needs --moe-router-topk 1, not {moe_router_topk}",
-        lambda c: c.moe_apply_probs_on_input and c.moe_router_topk != 1,
-    ),
-    Rule(
-        "{found}: at least 1 is needed",
-        given("--moe-shared-expert-intermediate-size", lambda width: width < 1),
-    ),
-    *first_of(
-        Rule(
-            "{--moe-router-group-score-topk} needs --moe-router-num-groups",
-            lambda c: (
+        "--moe-router-enable-expert-bias needs --moe-router-score-function "
+        "sigmoid: add it": lambda c: (
+            c.moe_router_enable_expert_bias and c.moe_router_score_function == "softmax"
+        ),
+        "--moe-apply-probs-on-input needs --moe-router-topk 1, not {moe_router_topk}": lambda c: (
+            c.moe_apply_probs_on_input and c.moe_router_topk != 1
+        ),
+        "{found}: at least 1 is needed": given(
+            "--moe-shared-expert-intermediate-size", lambda width: width < 1
+        ),
+    },
+    first_of(
+        {
+            "{--moe-router-group-score-topk} needs --moe-router-num-groups": lambda c: (
                 c.moe_router_num_groups is None
                 and c.moe_router_group_topk is None
                 and c.moe_router_group_score_topk is not None
             ),
-        ),
-        *where(
+        },
+        where(
             lambda c: {c.moe_router_num_groups, c.moe_router_group_topk} != {None},
-            *first_of(
-                Rule(
+            first_of(
+                {
                     "{--moe-router-num-groups} and {--moe-router-group-topk} go together: give "
-                    "both",
-                    lambda c: (
+                    "both": lambda c: (
                         not c.moe_router_num_groups
                         or not c.moe_router_group_topk
                         or min(c.moe_router_num_groups, c.moe_router_group_topk) < 1
                     ),
-                ),
-                Rule(
-                    "{--num-experts} is not a multiple of {--moe-router-num-groups}: change one of "
-                    "them",
-                    lambda c: c.num_moe_experts % c.moe_router_num_groups,
-                ),
-                Rule(
-                    "{--moe-router-group-score-topk}: {found}",
-                    lambda c: (
+                    "{--num-experts} is not a multiple of {--moe-router-num-groups}: change one "
+                    "of them": lambda c: c.num_moe_experts % c.moe_router_num_groups,
+                    "{--moe-router-group-score-topk}: {found}": lambda c: (
                         c.moe_router_group_score_topk is not None
                         and not 1 <= c.moe_router_group_score_topk <= (size := _group_size(c))
                         and f"groups have {size} experts"
                     ),
-                ),
-                Rule(
                     "{--moe-router-topk} experts cannot be taken evenly from "
-                    "{--moe-router-group-topk} of {moe_router_num_groups} groups of {found}",
-                    lambda c: (
+                    "{--moe-router-group-topk} of {moe_router_num_groups} "
+                    "groups of {found}": lambda c: (
                         (
                             c.moe_router_group_topk > c.moe_router_num_groups
                             or (
@@ -94,7 +80,7 @@ _ROUTER = where(
                         )
                         and f"{_group_size(c)} experts"
                     ),
-                ),
+                },
             ),
         ),
     ),
@@ -102,217 +88,176 @@ _ROUTER = where(
 
 _BALANCING = where(
     "--num-experts",
-    Rule(
+    {
         "--moe-router-load-balancing-type names {found[0]} and --moe-aux-loss-coeff {found[1]}: "
-        "give a coefficient for each",
-        lambda c: (
+        "give a coefficient for each": lambda c: (
             len(c.moe_router_load_balancing_type) != len(c.moe_aux_loss_coeff)
             and (len(c.moe_router_load_balancing_type), len(c.moe_aux_loss_coeff))
         ),
-    ),
-    Rule(
-        "{--moe-router-load-balancing-type}: {found} stands alone",
-        lambda c: (
+        "{--moe-router-load-balancing-type}: {found} stands alone": lambda c: (
             len(c.moe_router_load_balancing_type) > 1
             and min({"sinkhorn", "none"} & {*c.moe_router_load_balancing_type}, default=None)
         ),
-    ),
-    *where(
+    },
+    where(
         lambda c: "sinkhorn" in c.moe_router_load_balancing_type,
-        Rule(
-            "{found} and --moe-router-load-balancing-type sinkhorn exclude each other",
-            "--moe-expert-capacity-factor --moe-router-force-load-balancing",
-        ),
-        Rule(
+        {
+            "{found} and --moe-router-load-balancing-type sinkhorn exclude "
+            "each other": "--moe-expert-capacity-factor --moe-router-force-load-balancing",
             "{found} and --moe-router-load-balancing-type sinkhorn exclude each other: it chooses "
-            "among all",
-            "--moe-router-num-groups",
-        ),
-        Rule(
-            "{found} and --moe-router-load-balancing-type sinkhorn exclude each other: it balances "
-            "the load by itself",
-            "--moe-router-enable-expert-bias",
-        ),
-        Rule(
+            "among all": "--moe-router-num-groups",
+            "{found} and --moe-router-load-balancing-type sinkhorn exclude each other: it "
+            "balances the load by itself": "--moe-router-enable-expert-bias",
             "{found} and --moe-router-load-balancing-type sinkhorn exclude each other: it weighs "
-            "by plain scores",
-            "--moe-router-topk-scaling-factor",
-        ),
-        Rule(
+            "by plain scores": "--moe-router-topk-scaling-factor",
             "--moe-router-score-function sigmoid and --moe-router-load-balancing-type sinkhorn "
-            "exclude each other: with {--moe-router-topk} it weighs by a softmax",
-            lambda c: c.moe_router_score_function == "sigmoid" and c.moe_router_topk > 1,
-        ),
+            "exclude each other: with {--moe-router-topk} it weighs by a softmax": lambda c: (
+                c.moe_router_score_function == "sigmoid" and c.moe_router_topk > 1
+            ),
+        },
     ),
 )
 
 _DISPATCHER = where(
     "--num-experts",
-    Rule(
-        "--moe-enable-deepep needs --moe-token-dispatcher-type flex",
-    ),
-    Rule(
+    {
+        "--moe-enable-deepep needs --moe-token-dispatcher-type flex": None,
         "--moe-enable-deepep and --moe-shared-expert-overlap exclude each other: keep the first "
         "for DeepEP's fused dispatch, the second to compute shared experts during the all-to-all "
-        "of --moe-token-dispatcher-type alltoall",
-    ),
-    Rule(
-        "--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall or flex: allgather "
-        "has no all-to-all to overlap",
-        lambda c: c.moe_shared_expert_overlap and c.moe_token_dispatcher_type == "allgather",
-    ),
-    Rule(
-        "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor",
-    ),
+        "of --moe-token-dispatcher-type alltoall": None,
+        "--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall or flex: "
+        "allgather has no all-to-all to overlap": lambda c: (
+            c.moe_shared_expert_overlap and c.moe_token_dispatcher_type == "allgather"
+        ),
+        "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor": None,
+    },
 )
 
 # It interleaves two passes at each all-to-all, so there must be an all-to-all, and a pass must be
 # able to stop inside a layer, which it cannot while the layer is recomputed.
 _OVERLAP = where(
     "--overlap-moe-expert-parallel-comm",
-    Rule(
+    {
         "--overlap-moe-expert-parallel-comm needs --expert-model-parallel-size above 1: with 1 "
-        "there is no all-to-all to overlap",
-        lambda c: c.num_moe_experts is None or c.expert_model_parallel_size < 2,
-    ),
-    Rule(
+        "there is no all-to-all to overlap": lambda c: (
+            c.num_moe_experts is None or c.expert_model_parallel_size < 2
+        ),
         "--overlap-moe-expert-parallel-comm needs --moe-token-dispatcher-type alltoall or flex, "
-        "not allgather",
-        "--moe-token-dispatcher-type allgather",
-    ),
-    Rule(
+        "not allgather": "--moe-token-dispatcher-type allgather",
         "--overlap-moe-expert-parallel-comm does not support recomputing complete MoE layers: use "
-        "--recompute-granularity selective with --recompute-modules core_attn or moe_act",
-        lambda c: (
+        "--recompute-granularity selective with "
+        "--recompute-modules core_attn or moe_act": lambda c: (
             c.recompute_granularity in ("full", "adaptive") or "moe" in c.modules_to_recompute
         ),
-    ),
-    Rule(
         "--overlap-moe-expert-parallel-comm and {found} exclude each other: keep the first, with "
-        "the default schedule, to hide the all-to-all, the second for a smaller pipeline bubble",
-        given("--pipeline-schedule", lambda name: name.startswith("zb")),
-    ),
-    Rule(
+        "the default schedule, to hide the all-to-all, the second for a smaller "
+        "pipeline bubble": given("--pipeline-schedule", lambda name: name.startswith("zb")),
         "--overlap-moe-expert-parallel-comm and fully sharded parameters exclude each other: a "
-        "layer is gathered for one pass at a time; use --use-distributed-optimizer",
-        lambda c: c.is_fully_sharded,
-    ),
-    Rule(
+        "layer is gathered "
+        "for one pass at a time; use --use-distributed-optimizer": lambda c: c.is_fully_sharded,
         "--overlap-moe-expert-parallel-comm needs one process per rank: use torchrun instead of "
-        "{found}",
-        "--virtual-ranks",
-    ),
-    *where(
+        "{found}": "--virtual-ranks",
+    },
+    where(
         "--delay-wgrad-compute",
-        Rule(
+        {
             "--delay-wgrad-compute and {found} exclude each other: keep the first to overlap "
-            "weight gradients with the all-to-all, the second for multi-token prediction",
-            "--mtp-num-layers",
-        ),
-        Rule(
+            "weight gradients "
+            "with the all-to-all, the second for multi-token prediction": "--mtp-num-layers",
             "--delay-wgrad-compute and {found} exclude each other: keep the first to overlap "
             "weight gradients with the all-to-all, the second to defer the embedding's weight "
-            "gradient alone",
-            "--defer-embedding-wgrad-compute",
-        ),
+            "gradient alone": "--defer-embedding-wgrad-compute",
+        },
     ),
 )
 
 # The weighted outputs of a token's experts must add up to the output of the dense MLP.
 _UPCYCLING = where(
     "--moe-use-upcycling",
-    Rule("--moe-use-upcycling needs --num-experts"),
-    Rule("--moe-use-upcycling needs --load: the dense checkpoint"),
-    Rule(
-        "--moe-use-upcycling needs --save: where the model with experts goes",
-    ),
-    Rule(
+    {
+        "--moe-use-upcycling needs --num-experts": None,
+        "--moe-use-upcycling needs --load: the dense checkpoint": None,
+        "--moe-use-upcycling needs --save: where the model with experts goes": None,
         "--moe-use-upcycling: the weights of a token's experts would not add up to 1; use "
         "--moe-router-topk 2 or more with sigmoid scores, or with softmax scores without "
-        "--moe-router-pre-softmax, and another load balancing than sinkhorn",
-        lambda c: not _weights_add_up(c),
-    ),
-    *where(
+        "--moe-router-pre-softmax, "
+        "and another load balancing than sinkhorn": lambda c: not _weights_add_up(c),
+    },
+    where(
         lambda c: c.moe_upcycling_granularity > 0 and c.num_moe_experts is not None,
-        Rule(
-            "{found} is not a multiple of {--moe-upcycling-granularity}",
-            lambda c: [
+        {
+            "{found} is not a multiple of {--moe-upcycling-granularity}": lambda c: [
                 c.shown(flag)
                 for flag in ("--moe-router-topk", "--num-experts")
                 if c.value(flag) % c.moe_upcycling_granularity
             ],
-        ),
-        Rule(
             "--moe-use-upcycling makes {moe_upcycling_granularity} experts of an MLP: "
-            "{--moe-ffn-hidden-size} x {moe_upcycling_granularity} is not {--ffn-hidden-size}",
-            lambda c: (
+            "{--moe-ffn-hidden-size} x {moe_upcycling_granularity} "
+            "is not {--ffn-hidden-size}": lambda c: (
                 (c.moe_ffn_hidden_size or 0) * c.moe_upcycling_granularity != c.ffn_hidden_size
             ),
-        ),
+        },
     ),
-    Rule(
-        "{--moe-upcycling-granularity} does not support fully sharded parameters: upcycle and save "
-        "with --use-distributed-optimizer, then load that checkpoint",
-        lambda c: c.moe_upcycling_granularity > 1 and c.is_fully_sharded,
-    ),
+    {
+        "{--moe-upcycling-granularity} does not support fully sharded parameters: upcycle and "
+        "save with --use-distributed-optimizer, then "
+        "load that checkpoint": lambda c: c.moe_upcycling_granularity > 1 and c.is_fully_sharded,
+    },
 )
 
-RULES = (
-    *where(
+RULES = rules(
+    where(
         lambda c: c.num_moe_experts is None,
-        Rule(
+        {
             "{--expert-model-parallel-size} needs --num-experts: a dense model has no experts to "
-            "split over ranks",
-            lambda c: c.expert_model_parallel_size > 1,
-        ),
+            "split over ranks": lambda c: c.expert_model_parallel_size > 1,
+        },
     ),
-    *where(
+    where(
         "--num-experts",
-        Rule(
+        {
             "{--num-experts} is not a multiple of {--expert-model-parallel-size}: change one of "
-            "them",
-            lambda c: (
+            "them": lambda c: (
                 c.expert_model_parallel_size >= 1
                 and c.num_moe_experts % c.expert_model_parallel_size
             ),
-        ),
-        *first_of(
-            Rule(
-                "{found}: at least 1 is needed",
-                given("--expert-tensor-parallel-size", lambda size: size < 1),
-            ),
-            Rule(
+        },
+        first_of(
+            {
+                "{found}: at least 1 is needed": given(
+                    "--expert-tensor-parallel-size", lambda size: size < 1
+                ),
                 "{--moe-ffn-hidden-size} is not a multiple of {--expert-tensor-parallel-size}: "
-                "change one of them",
-                lambda c: (c.moe_ffn_hidden_size or 0) % (c.expert_tensor_parallel_size or 1),
+                "change one of them": lambda c: (
+                    (c.moe_ffn_hidden_size or 0) % (c.expert_tensor_parallel_size or 1)
+                ),
+            },
+        ),
+        {
+            # or all tensor-parallel ranks route the same tokens and count their gradients
+            "--num-experts with {--tensor-model-parallel-size} "
+            "needs --sequence-parallel: add it": lambda c: (
+                c.trains and c.tensor_model_parallel_size > 1 and not c.sequence_parallel
             ),
-        ),
-        Rule(  # or all tensor-parallel ranks route the same tokens and count their gradients
-            "--num-experts with {--tensor-model-parallel-size} needs --sequence-parallel: add it",
-            lambda c: c.trains and c.tensor_model_parallel_size > 1 and not c.sequence_parallel,
-        ),
-        Rule(
             "{--num-experts} and {--spec} exclude each other: keep --num-experts for the built-in "
-            "MoE layers, --spec for layers that code describes",
-            lambda c: c.spec and not c.kind.is_hybrid,
-        ),
-        Rule(
+            "MoE layers, "
+            "--spec for layers that code describes": lambda c: c.spec and not c.kind.is_hybrid,
             "--moe-layer-freq {found[0]} has {found[1]} entries for {--num-layers}: give a 0 or 1 "
-            "for each layer",
-            lambda c: (
+            "for each layer": lambda c: (
                 isinstance(c.moe_layer_freq, tuple)
                 and (len(c.moe_layer_freq) != c.num_layers or {*c.moe_layer_freq} - {0, 1})
                 and (list(c.moe_layer_freq), len(c.moe_layer_freq))
             ),
+        },
+    ),
+    {
+        "{found}: at least 1 is needed": given(
+            "--moe-layer-freq", lambda freq: isinstance(freq, int) and freq < 1
         ),
-    ),
-    Rule(
-        "{found}: at least 1 is needed",
-        given("--moe-layer-freq", lambda freq: isinstance(freq, int) and freq < 1),
-    ),
-    *_ROUTER,
-    *_BALANCING,
-    *_DISPATCHER,
-    *_OVERLAP,
-    *_UPCYCLING,
+    },
+    _ROUTER,
+    _BALANCING,
+    _DISPATCHER,
+    _OVERLAP,
+    _UPCYCLING,
 )

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.schedule_order import wrong_chunks
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP
 from megatron.core.transformer.context_parallel import COMM_TYPES
 from megatron.core.transformer.layer_layout import layout_problems
-from megatron.training.arguments.rules.rule import Rule, Settings, first_of, given, where
+from megatron.training.arguments.rules.rule import Settings, first_of, given, rules, where
 
 
 def _find_wrong_world(c: Settings, *sizes: int) -> int:
@@ -60,69 +60,59 @@ def _find_undivided_heads(c: Settings) -> list[tuple[str, int]]:
     return [(f, count) for f, count in counts.items() if count % c.tensor_model_parallel_size]
 
 
-_SIZES = (
-    Rule(
+_SIZES = rules(
+    {
         "{world_size} ranks cannot be divided into {--tensor-model-parallel-size} x "
         "{--pipeline-model-parallel-size} x {--context-parallel-size} = {found}: start a multiple "
-        "of {found} ranks",
-        lambda c: _find_wrong_world(
+        "of {found} ranks": lambda c: _find_wrong_world(
             c,
             c.tensor_model_parallel_size,
             c.pipeline_model_parallel_size,
             c.context_parallel_size,
         ),
-    ),
-    Rule(
         "{world_size} ranks cannot be divided into --expert-tensor-parallel-size {found[0]} x "
         "{--expert-model-parallel-size} x {--pipeline-model-parallel-size} = {found[1]}: start a "
-        "multiple of {found[1]} ranks",
-        lambda c: (
+        "multiple of {found[1]} ranks": lambda c: (
             (ranks := _find_wrong_expert_world(c)) and (c.expert_tensor_parallel_size or 1, ranks)
         ),
-    ),
-    *where(
+    },
+    where(
         lambda c: c.tensor_model_parallel_size >= 1,
-        *where(
+        where(
             lambda c: c.has_layer(ATTENTION),
-            Rule(
+            {
                 "{found[0]} {found[1]} cannot be split over {--tensor-model-parallel-size}: use a "
-                "tensor-parallel size that divides {found[1]}",
-                _find_undivided_heads,
-            ),
+                "tensor-parallel size that divides {found[1]}": _find_undivided_heads,
+            },
         ),
-        Rule(
+        {
             "{--ffn-hidden-size} is not a multiple of {--tensor-model-parallel-size}: change one "
-            "of them",
-            lambda c: (
+            "of them": lambda c: (
                 c.has_layer(MLP + EXPERTS) and c.ffn_hidden_size % c.tensor_model_parallel_size
             ),
-        ),
-        Rule(
             "{--seq-length} is not a multiple of {--tensor-model-parallel-size}, as "
-            "--sequence-parallel needs: use a multiple of {tensor_model_parallel_size}",
-            lambda c: (
+            "--sequence-parallel needs: use a multiple of {tensor_model_parallel_size}": lambda c: (
                 c.sequence_parallel
                 and c.context_parallel_size == 1
                 and c.seq_length % c.tensor_model_parallel_size
             ),
-        ),
+        },
     ),
-    Rule(
+    {
         "--use-tp-pp-dp-mapping needs as many data-parallel ranks for experts ({found[0]}) as for "
         "the other layers ({data_parallel_size}): make --expert-tensor-parallel-size x "
-        "--expert-model-parallel-size equal --tensor-model-parallel-size x --context-parallel-size "
-        "= {found[1]}, or use the default rank order",
-        lambda c: (
+        "--expert-model-parallel-size equal --tensor-model-parallel-size x "
+        "--context-parallel-size = {found[1]}, or use the default rank order": lambda c: (
             c.use_tp_pp_dp_mapping
             and c.pipeline_model_parallel_size > 1
             and (size := _find_unequal_groups(c))
             and (size, c.tensor_model_parallel_size * c.context_parallel_size)
         ),
-    ),
-    Rule(
-        "{--num-distributed-optimizer-instances} does not divide the {found}: use a divisor of it",
-        lambda c: _find_undivided_ranks(c) if num_instances(c.config.ddp) > 1 else (),
-    ),
+        "{--num-distributed-optimizer-instances} does not "
+        "divide the {found}: use a divisor of it": lambda c: (
+            _find_undivided_ranks(c) if num_instances(c.config.ddp) > 1 else ()
+        ),
+    },
 )
 
 
@@ -134,82 +124,71 @@ def _find_partial_stages(c: Settings) -> tuple[int, int] | None:
     return (slots, needed) if needed > 0 and slots % needed else None
 
 
-_PIPELINE = (
-    Rule(
-        "{found}",
-        lambda c: (
+_PIPELINE = rules(
+    {
+        "{found}": lambda c: (
             list(layout_problems(c.config.model, c.pipeline_model_parallel_size))
             # Rules of T5 check the stages of an encoder and a decoder.
             if not c.kind.has_encoder and c.num_layers and c.pipeline_model_parallel_size >= 1
             else ()
         ),
-    ),
-    Rule(
         "{virtual_pipeline_model_parallel_size} virtual stages a rank need "
-        "--pipeline-model-parallel-size of 2 or more: raise it; one rank has no pipeline bubble",
-        lambda c: (
+        "--pipeline-model-parallel-size of 2 or more: "
+        "raise it; one rank has no pipeline bubble": lambda c: (
             c.pipeline_model_parallel_size == 1
             and c.virtual_pipeline_model_parallel_size is not None
         ),
-    ),
-    *where(
+    },
+    where(
         "--num-layers-per-virtual-pipeline-stage",
-        Rule(
-            "{--num-layers-per-virtual-pipeline-stage} and {--num-virtual-stages-per-pipeline-rank}"
-            " set the same value: keep one",
-            "--num-virtual-stages-per-pipeline-rank",
-        ),
-        *first_of(
-            Rule(
+        {
+            "{--num-layers-per-virtual-pipeline-stage} and "
+            "{--num-virtual-stages-per-pipeline-rank} "
+            "set the same value: keep one": "--num-virtual-stages-per-pipeline-rank",
+        },
+        first_of(
+            {
                 "--num-layers-per-virtual-pipeline-stage needs ranks of equal depth: with "
                 "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers use "
-                "--num-virtual-stages-per-pipeline-rank",
-                lambda c: (
+                "--num-virtual-stages-per-pipeline-rank": lambda c: (
                     c.decoder_first_pipeline_num_layers is not None
                     or c.decoder_last_pipeline_num_layers is not None
                 ),
-            ),
-            Rule(
                 "{found[0]} layers are not a multiple of {--pipeline-model-parallel-size} x "
-                "{--num-layers-per-virtual-pipeline-stage} = {found[1]}: change one of them",
-                lambda c: c.pipeline_model_parallel_size > 1 and _find_partial_stages(c),
-            ),
+                "{--num-layers-per-virtual-pipeline-stage} = {found[1]}: "
+                "change one of them": lambda c: (
+                    c.pipeline_model_parallel_size > 1 and _find_partial_stages(c)
+                ),
+            },
         ),
-        Rule(
+        {
             "--num-layers-per-virtual-pipeline-stage fixes the sizes that --pipeline-split auto "
-            "chooses: use --num-virtual-stages-per-pipeline-rank",
-            "--pipeline-split auto",
-        ),
+            "chooses: use --num-virtual-stages-per-pipeline-rank": "--pipeline-split auto",
+        },
     ),
-    Rule(
+    {
         "--pipeline-model-parallel-layout already sets the number of virtual stages: keep it to "
         "place layers by hand, or --num-layers-per-virtual-pipeline-stage or "
-        "--num-virtual-stages-per-pipeline-rank for equal stages",
-        lambda c: (
+        "--num-virtual-stages-per-pipeline-rank for equal stages": lambda c: (
             c.pipeline_model_parallel_layout is not None
             and (
                 c.num_layers_per_virtual_pipeline_stage is not None
                 or c.num_virtual_stages_per_pipeline_rank is not None
             )
         ),
-    ),
-    Rule(
-        "{found}",
-        lambda c: (
+        "{found}": lambda c: (
             c.pipeline_schedule is not None
             and c.pipeline_model_parallel_size > 1
             and wrong_chunks(c.pipeline_schedule, c.virtual_pipeline_model_parallel_size or 1)
         ),
-    ),
-    Rule(  # with fewer, the first rank would wait for its own output
+        # with fewer, the first rank would wait for its own output
         "{--microbatch-group-size-per-virtual-pipeline-stage} is less than "
-        "{--pipeline-model-parallel-size}: give {pipeline_model_parallel_size} or more",
-        lambda c: (
+        "{--pipeline-model-parallel-size}: give {pipeline_model_parallel_size} or more": lambda c: (
             c.virtual_pipeline_model_parallel_size is not None
             and c.microbatch_group_size_per_vp_stage is not None
             and c.microbatch_group_size_per_vp_stage < c.pipeline_model_parallel_size
         ),
-    ),
+    },
 )
 
 
@@ -228,20 +207,18 @@ def _find_undivided_all_to_all(c: Settings) -> list[tuple[str, int, int]]:
     ]
 
 
-_CONTEXT_PARALLEL = (
-    *where(
+_CONTEXT_PARALLEL = rules(
+    where(
         lambda c: c.context_parallel_size > 1 and c.tensor_model_parallel_size >= 1,
-        *first_of(
-            Rule(
+        first_of(
+            {
                 "{--seq-length} is not a multiple of 2 x {--context-parallel-size} = {found}: use "
-                "a multiple of {found}",
-                lambda c: c.seq_length % (part := 2 * c.context_parallel_size) and part,
-            ),
-            Rule(
+                "a multiple of {found}": lambda c: (
+                    c.seq_length % (part := 2 * c.context_parallel_size) and part
+                ),
                 "{--seq-length} leaves {found[0]} tokens to each of {--context-parallel-size} "
-                "ranks, which --sequence-parallel cannot divide by {--tensor-model-parallel-size}: "
-                "use a multiple of {found[1]}",
-                lambda c: (
+                "ranks, which --sequence-parallel cannot divide by "
+                "{--tensor-model-parallel-size}: use a multiple of {found[1]}": lambda c: (
                     c.seq_length
                     % (
                         part := sequence_divisor(
@@ -252,100 +229,86 @@ _CONTEXT_PARALLEL = (
                     )
                     and (c.seq_length // c.context_parallel_size, part)
                 ),
-            ),
+            },
         ),
-        Rule(
-            "--cp-comm-type {found[0]} cannot split {found[1]} heads ({--num-attention-heads} over "
-            "{--tensor-model-parallel-size}) over {found[2]} ranks: use p2p or allgather, or "
-            "a2a+p2p with a first --hierarchical-context-parallel-sizes that divides them",
-            _find_undivided_all_to_all,
-        ),
+        {
+            "--cp-comm-type {found[0]} cannot split {found[1]} heads ({--num-attention-heads} "
+            "over {--tensor-model-parallel-size}) over {found[2]} ranks: use p2p or allgather, or "
+            "a2a+p2p with a first "
+            "--hierarchical-context-parallel-sizes that divides them": _find_undivided_all_to_all,
+        },
     ),
-    Rule(
+    {
         "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes: the all-to-all size "
-        "and the ring size, whose product is {context_parallel_size}",
-        lambda c: (
+        "and the ring size, whose product is {context_parallel_size}": lambda c: (
             c.hierarchical_context_parallel_sizes is None
             and c.context_parallel_size > 1
             and "a2a+p2p" in c.cp_comm_type
         ),
-    ),
-    *first_of(
-        Rule(
+    },
+    first_of(
+        {
             "--hierarchical-context-parallel-sizes {found}: give two sizes, of the all-to-all and "
-            "of the ring",
-            lambda c: (
+            "of the ring": lambda c: (
                 len(sizes := c.hierarchical_context_parallel_sizes or (1, 1)) != 2
                 and " x ".join(map(str, sizes))
             ),
-        ),
-        Rule(
-            "--hierarchical-context-parallel-sizes {found} differs from {--context-parallel-size}: "
-            "give two sizes whose product is {context_parallel_size}",
-            lambda c: (
+            "--hierarchical-context-parallel-sizes {found} differs from "
+            "{--context-parallel-size}: give two sizes whose "
+            "product is {context_parallel_size}": lambda c: (
                 (sizes := c.hierarchical_context_parallel_sizes) is not None
                 and prod(sizes) != c.context_parallel_size
                 and f"{' x '.join(map(str, sizes))} = {prod(sizes)}"
             ),
-        ),
+        },
     ),
-    Rule(
-        f"--cp-comm-type {{found}}: use one of {', '.join(COMM_TYPES)}",
-        lambda c: [name for name in dict.fromkeys(c.cp_comm_type) if name not in COMM_TYPES],
-    ),
-    Rule(
+    {
+        f"--cp-comm-type {{found}}: use one of {', '.join(COMM_TYPES)}": lambda c: [
+            name for name in dict.fromkeys(c.cp_comm_type) if name not in COMM_TYPES
+        ],
         "--cp-comm-type has {found} and --num-layers is {num_layers}: give one for all layers, or "
-        "one for each",
-        lambda c: len(c.cp_comm_type) not in (1, c.num_layers) and f"{len(c.cp_comm_type)} entries",
-    ),
+        "one for each": lambda c: (
+            len(c.cp_comm_type) not in (1, c.num_layers) and f"{len(c.cp_comm_type)} entries"
+        ),
+    },
 )
 
 # gloo's collectives take tensors of a GPU; its send would read their addresses on the host.
 GLOO_RULES = where(
     lambda c: c.distributed_backend == "gloo" and c.device == CUDA,
-    Rule(
-        "--distributed-backend gloo with {found}: gloo cannot send tensors of a GPU from stage "
-        "to stage; use nccl, or --device cpu",
-        given("--pipeline-model-parallel-size", lambda size: size > 1),
-    ),
-    Rule(
+    {
+        "--distributed-backend gloo with {found}: gloo cannot send tensors of a GPU from stage to "
+        "stage; use "
+        "nccl, or --device cpu": given("--pipeline-model-parallel-size", lambda size: size > 1),
         "--distributed-backend gloo with --cp-comm-type {found}: gloo cannot send tensors of a "
-        "GPU around a ring; use nccl, --cp-comm-type a2a, or --device cpu",
-        lambda c: (
+        "GPU around a ring; use nccl, --cp-comm-type a2a, or --device cpu": lambda c: (
             c.context_parallel_size > 1
             and max({"p2p", "a2a+p2p"} & {*c.cp_comm_type}, default=None)
         ),
-    ),
+    },
 )
 
-_COMMUNICATION = (
-    Rule(
-        "--overlap-param-gather needs --overlap-grad-reduce, which makes buckets: add it",
-    ),
-    Rule(
-        "--overlap-param-gather-with-optimizer-step needs --overlap-param-gather: add it",
-    ),
-    Rule(
-        "--ddp-num-buckets and --ddp-bucket-size both set the bucket size: keep one",
-        lambda c: c.ddp_num_buckets is not None and c.bucket_size is not None,
-    ),
-    Rule(
+_COMMUNICATION = rules(
+    {
+        "--overlap-param-gather needs --overlap-grad-reduce, which makes buckets: add it": None,
+        "--overlap-param-gather-with-optimizer-step needs --overlap-param-gather: add it": None,
+        "--ddp-num-buckets and --ddp-bucket-size both set the bucket size: keep one": lambda c: (
+            c.ddp_num_buckets is not None and c.bucket_size is not None
+        ),
         "{--distributed-backend} needs GPUs and --device is {device}: use gloo, or --device cuda "
-        "on a machine with GPUs",
-        lambda c: not backend_serves(c.device, c.distributed_backend),
-    ),
-    *GLOO_RULES,
-    *where(
-        "--virtual-ranks",  # these are threads
-        Rule(
+        "on a machine with GPUs": lambda c: not backend_serves(c.device, c.distributed_backend),
+    },
+    GLOO_RULES,
+    where(
+        "--virtual-ranks",
+        {
+            # these are threads
             "{--virtual-ranks} are threads of one process, but {world_size} processes were "
-            "started: use python for virtual ranks, or torchrun alone for one process per rank",
-            lambda c: c.world_size != c.virtual_ranks,
-        ),
-        Rule(
-            "{--virtual-ranks} compute on the CPU: use --device cpu instead of {--device}",
-            lambda c: c.device != CPU,
-        ),
+            "started: use python for virtual ranks, or "
+            "torchrun alone for one process per rank": lambda c: c.world_size != c.virtual_ranks,
+            "{--virtual-ranks} compute "
+            "on the CPU: use --device cpu instead of {--device}": lambda c: c.device != CPU,
+        },
     ),
 )
 
@@ -355,42 +318,43 @@ def _sharding_flag(c: Settings) -> str:
     return "--use-torch-fsdp2" if c.use_torch_fsdp2 else c["--data-parallel-sharding-strategy"]
 
 
-_SHARDING = (
-    *where(
+_SHARDING = rules(
+    where(
         lambda c: c.is_fully_sharded,
-        # FSDP2 reduces what autograd has accumulated in the backward pass; gradients that are
-        # computed later would be missing.
-        Rule(
+        {
+            # FSDP2 reduces what autograd has accumulated in the backward pass; gradients that are
+            # computed later would be missing.
             "{found[0]} reduces weight gradients in the backward pass, {found[1]} computes them "
-            "after it: drop the second, or use --use-distributed-optimizer",
-            lambda c: [
+            "after it: drop the second, or use --use-distributed-optimizer": lambda c: [
                 (_sharding_flag(c), later)
                 for later in (
                     *given("--pipeline-schedule", lambda name: name.startswith("zb"))(c),
                     *given("--defer-embedding-wgrad-compute")(c),
                 )
             ],
-        ),
-        # FSDP2 keeps its state per process and uses the process groups of torch.distributed.
-        Rule(
+            # FSDP2 keeps its state per process and uses the process groups of torch.distributed.
             "{found} needs one process per rank: use torchrun instead of {--virtual-ranks}, or "
-            "--use-distributed-optimizer instead of FSDP",
-            lambda c: c.virtual_ranks is not None and _sharding_flag(c),
-        ),
+            "--use-distributed-optimizer "
+            "instead of FSDP": lambda c: c.virtual_ranks is not None and _sharding_flag(c),
+        },
     ),
-    *where(
-        "--use-torch-fsdp2",  # which shards the optimizer state itself
-        Rule(
-            "--use-torch-fsdp2 and --use-megatron-fsdp exclude each other: keep the first for full "
-            "sharding, the second to choose it by --data-parallel-sharding-strategy",
-        ),
-        Rule(
+    where(
+        "--use-torch-fsdp2",
+        {
+            # which shards the optimizer state itself
+            "--use-torch-fsdp2 and --use-megatron-fsdp exclude each other: keep the first for "
+            "full sharding, the second to choose it by --data-parallel-sharding-strategy": None,
             "--use-torch-fsdp2 and --use-distributed-optimizer exclude each other: keep the first "
             "to shard parameters, gradients and optimizer state, the second for optimizer state "
-            "alone",
-            lambda c: c.config.optimizer.use_distributed_optimizer,
-        ),
+            "alone": lambda c: c.config.optimizer.use_distributed_optimizer,
+        },
     ),
 )
 
-RULES = (*_SIZES, *_PIPELINE, *_CONTEXT_PARALLEL, *_COMMUNICATION, *_SHARDING)
+RULES = rules(
+    _SIZES,
+    _PIPELINE,
+    _CONTEXT_PARALLEL,
+    _COMMUNICATION,
+    _SHARDING,
+)

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
-from megatron.training.arguments.rules.rule import (
-    Condition,
-    Rule,
-    Settings,
-    evaluate,
-    first_of,
-    given,
-    several,
-    where,
-)
+from megatron.training.arguments.rules.rule import first_of, given, rules, several, where
 from megatron.training.config.preference import SIGMOID
 from megatron.training.config.run import DPO, OF_CONVERSATIONS, PRETRAINING, REWARD, SFT
 
-_FLAGS_OF_OBJECTIVES = {SFT: "--sft", DPO: "--dpo-beta", REWARD: "--reward-model"}
 _FLAGS_OF_METHODS = {
     "teacher": "--export-kd-teacher-load",
     "store": "--logits-load-dir",
@@ -24,211 +14,159 @@ _FLAGS_OF_METHODS = {
 }
 
 
-def _beside_conversations(flag: str, breach: Condition, reason: str) -> Rule:
-    """Return a rule about ``flag``, whose message names the flag of the objective."""
-
-    def find(c: Settings) -> str:
-        return _FLAGS_OF_OBJECTIVES[c.objective] if evaluate(breach, c) else ""
-
-    return Rule(f"{flag} with {{found}}: {reason}: leave it out", find)
-
-
 _CONVERSATIONS = where(
     lambda c: c.objective in OF_CONVERSATIONS,
-    _beside_conversations(
-        "--reset-position-ids",
-        "--reset-position-ids",
-        "each conversation starts at position 0",
-    ),
-    _beside_conversations(
-        "--reset-attention-mask",
-        "--reset-attention-mask",
-        "conversations do not see each other",
-    ),
-    _beside_conversations(
-        "--eod-mask-loss",
-        "--eod-mask-loss",
-        "the loss is on the turns of the assistant alone",
-    ),
-    _beside_conversations(
-        "{--dataset-type}",
-        "--dataset-type",
-        "{found} reads the conversations of --data-path; use one of the two",
-    ),
-    _beside_conversations(
-        "{--dataloader-type}",
-        "--dataloader-type external",
-        "{found} reads the conversations of --data-path; use single or cyclic",
-    ),
-    _beside_conversations(
-        "--enable-cuda-graph and --external-cuda-graph",
-        lambda c: c.uses_graphs,
-        "a graph has fixed shapes, and each row has another number of conversations",
-    ),
-    *where(
+    {
+        "--reset-position-ids with {flag_of_objective}: each conversation starts at position 0: "
+        "leave it out": "--reset-position-ids",
+        "--reset-attention-mask with {flag_of_objective}: conversations do not see each other: "
+        "leave it out": "--reset-attention-mask",
+        "--eod-mask-loss with {flag_of_objective}: the loss is on the turns of the assistant "
+        "alone: leave it out": "--eod-mask-loss",
+        "{--dataset-type} with {flag_of_objective}: {flag_of_objective} reads the conversations of "
+        "--data-path; use one of the two: leave it out": "--dataset-type",
+        "{--dataloader-type} with {flag_of_objective}: {flag_of_objective} reads the conversations "
+        "of --data-path; use single or cyclic: leave it out": "--dataloader-type external",
+        "--enable-cuda-graph and --external-cuda-graph with {flag_of_objective}: a graph has fixed "
+        "shapes, and each row has another number of conversations: "
+        "leave it out": lambda c: c.uses_graphs,
+    },
+    where(
         lambda c: c.sft_alignment is not None and c.sft_alignment >= 1,
-        *first_of(
-            Rule(
+        first_of(
+            {
                 "{--sft-alignment} with {--context-parallel-size}: each packed conversation is "
-                "split into {found} parts: give a multiple of {found}",
-                lambda c: (
+                "split into {found} parts: give a multiple of {found}": lambda c: (
                     c.sft_alignment % (parts := sequence_divisor(cp=c.context_parallel_size))
                     and parts
                 ),
-            ),
-            Rule(
                 "{--seq-length}: rows consist of conversations that are padded to multiples of "
-                "{sft_alignment} (--sft-alignment): give a multiple of it",
-                lambda c: c.seq_length % c.sft_alignment,
-            ),
+                "{sft_alignment} (--sft-alignment): "
+                "give a multiple of it": lambda c: c.seq_length % c.sft_alignment,
+            },
         ),
     ),
 )
 
 _EVALUATION = where(
     "--eval-generate",
-    Rule(
-        "--eval-generate with {kind.title}: it is for models that continue a text",
-        lambda c: not c.kind.writes_text or c.kind.reads_images or c.kind.has_encoder,
-    ),
-    Rule(
+    {
+        "--eval-generate with {kind.title}: it is for models that continue a text": lambda c: (
+            not c.kind.writes_text or c.kind.reads_images or c.kind.has_encoder
+        ),
         "{--eval-generate-tokens}: {--seq-length} is the length of prompt and answer together: "
-        "give a smaller number",
-        lambda c: c.eval_generate_tokens >= c.seq_length,
-    ),
+        "give a smaller number": lambda c: c.eval_generate_tokens >= c.seq_length,
+    },
 )
 
-_PREFERENCE = (
-    Rule(
-        "{found}: a run has one objective: give one of them",
-        lambda c: (
+_PREFERENCE = rules(
+    {
+        "{found}: a run has one objective: give one of them": lambda c: (
             len(flags := [f.split()[0] for f in given(_OBJECTIVES)(c)]) > 1 and " and ".join(flags)
         ),
-    ),
-    Rule(
-        "{found}: give a number above 0, such as 0.1",
-        given("--dpo-beta", lambda beta: not 0 < beta < float("inf")),
-    ),
-    *first_of(
-        Rule(
-            "{found}: give a probability of at least 0 and below 0.5",
-            given("--dpo-label-smoothing", lambda share: not 0 <= share < 0.5),
+        "{found}: give a number above 0, such as 0.1": given(
+            "--dpo-beta", lambda beta: not 0 < beta < float("inf")
         ),
-        Rule(
+    },
+    first_of(
+        {
+            "{found}: give a probability of at least 0 and below 0.5": given(
+                "--dpo-label-smoothing", lambda share: not 0 <= share < 0.5
+            ),
             f"{{--dpo-label-smoothing}} with {{--dpo-loss-type}}: only the loss {SIGMOID} has "
-            "label smoothing: leave one of the flags out",
-            lambda c: c.dpo_label_smoothing and c.dpo_loss_type != SIGMOID,
-        ),
+            "label smoothing: leave one of the flags out": lambda c: (
+                c.dpo_label_smoothing and c.dpo_loss_type != SIGMOID
+            ),
+        },
     ),
-    *where(
+    where(
         lambda c: c.objective in (DPO, REWARD),
-        Rule(
+        {
             "{found} with pairs of answers: multi-token prediction would learn the rejected "
-            "answers too: leave it out",
-            "--mtp-num-layers",
-        ),
+            "answers too: leave it out": "--mtp-num-layers",
+        },
     ),
 )
 _OBJECTIVES = "--sft --dpo-beta --reward-model --perform-rl-step"
 
 _ADAPTERS = where(
     lambda c: c.lora is not None,
-    Rule(
-        "{found}: use a probability of at least 0 and less than 1",
-        given("--lora-dropout", lambda p: p >= 1),
-    ),
-    Rule(
+    {
+        "{found}: use a probability of at least 0 and less than 1": given(
+            "--lora-dropout", lambda p: p >= 1
+        ),
         "--lora-rank is not available for {--model-kind}, only for gpt and mamba: train the "
-        "complete model",
-        lambda c: c.model_kind not in ("gpt", "mamba"),
-    ),
-    *where(
+        "complete model": lambda c: c.model_kind not in ("gpt", "mamba"),
+    },
+    where(
         "--lora-base-dtype",
-        Rule(
+        {
             "{--lora-base-dtype} and --{format_flag} exclude each other: the first stores weights "
-            "in few bits to save memory, the second multiplies in few bits",
-            lambda c: c.fp8 is not None or c.fp4 is not None,
-        ),
-        Rule(
-            "{--lora-base-dtype} is not available with fully sharded parameters (FSDP): use tensor "
-            "parallelism, or leave it out and shard the base",
-            lambda c: c.is_fully_sharded,
-        ),
+            "in few bits to save memory, "
+            "the second multiplies in few bits": lambda c: c.fp8 is not None or c.fp4 is not None,
+            "{--lora-base-dtype} is not available with fully sharded parameters (FSDP): use "
+            "tensor parallelism, or leave it out and shard the base": lambda c: c.is_fully_sharded,
+        },
     ),
-    Rule(
+    {
         "--lora-rank and {--ckpt-format} exclude each other: a checkpoint of adapters has "
-        "--ckpt-format safetensors_dist or torch_dist",
-        lambda c: c.save is not None and c.ckpt_format not in ("safetensors_dist", "torch_dist"),
-    ),
-    Rule(
+        "--ckpt-format safetensors_dist or torch_dist": lambda c: (
+            c.save is not None and c.ckpt_format not in ("safetensors_dist", "torch_dist")
+        ),
         "--lora-rank and {found} exclude each other: adapters are small, save them with "
-        "--save-interval, or use --non-persistent-ckpt-type global",
-        given("--non-persistent-ckpt-type", lambda name: name in ("local", "in_memory")),
-    ),
-    Rule(
+        "--save-interval, or use --non-persistent-ckpt-type global": given(
+            "--non-persistent-ckpt-type", lambda name: name in ("local", "in_memory")
+        ),
         "--lora-rank and --moe-use-upcycling exclude each other: adapters are trained on a model "
-        "as it was saved; save the model with experts first",
-    ),
+        "as it was saved; save the model with experts first": None,
+    },
 )
 
 
 _RL = where(
     "--perform-rl-step",
-    Rule(
+    {
         "{--grpo-prompts-per-step} x {--grpo-group-size} = {found} rollouts is not a multiple of "
-        "{--global-batch-size}: change one of them",
-        lambda c: (
+        "{--global-batch-size}: change one of them": lambda c: (
             c.global_batch_size
             and (count := int(c.grpo_prompts_per_step * c.grpo_group_size)) % c.global_batch_size
             and count
         ),
-    ),
-    Rule(
-        "--rampup-batch-size: --perform-rl-step needs steps of one size: leave it out",
-        "--rampup-batch-size",
-    ),
-    Rule(
-        "--perform-rl-step needs --langrl-env-config, a YAML file that lists environments: add it",
-    ),
-    Rule(
+        "--rampup-batch-size: "
+        "--perform-rl-step needs steps of one size: leave it out": "--rampup-batch-size",
+        "--perform-rl-step "
+        "needs --langrl-env-config, a YAML file that lists environments: add it": None,
         "--grpo-kl-beta {grpo_kl_beta:g} needs a reference policy, the weights in "
-        "--pretrained-checkpoint or --load: add one of these flags, or use --grpo-kl-beta 0",
-        lambda c: (
+        "--pretrained-checkpoint or --load: add one "
+        "of these flags, or use --grpo-kl-beta 0": lambda c: (
             c.grpo_kl_beta
             and c.lora_rank is None  # with adapters the frozen model is the reference
             and not (c.pretrained_checkpoint or c.load)
         ),
-    ),
-    Rule(
         "--rl-default-temperature 0: all answers of a group would be equal, and their advantages "
-        "0: use a number above 0",
-        lambda c: c.rl_default_temperature == 0,
-    ),
-    Rule(
-        "--rl-default-top-p {rl_default_top_p:g}: give a probability, 0 to 1",
-        lambda c: c.rl_default_top_p > 1,
-    ),
-    *where(
-        "--rl-inference-logprobs-is-correction",
-        *(
-            Rule(
-                f"--rl-inference-logprobs-is-correction with {flag}: the engine returns "
-                "log-probabilities before sampling filters and temperature: leave one of them out",
-                breach,
-            )
-            for flag, breach in (
-                (
-                    "--rl-default-temperature {rl_default_temperature:g}",
-                    lambda c: c.rl_default_temperature != 1,
-                ),
-                ("{--rl-default-top-k}", lambda c: c.rl_default_top_k > 0),
-                ("--rl-default-top-p {rl_default_top_p:g}", lambda c: 0 < c.rl_default_top_p < 1),
-            )
+        "0: use a number above 0": lambda c: c.rl_default_temperature == 0,
+        "--rl-default-top-p {rl_default_top_p:g}: give a probability, 0 to 1": lambda c: (
+            c.rl_default_top_p > 1
         ),
+    },
+    where(
+        "--rl-inference-logprobs-is-correction",
+        {
+            "--rl-inference-logprobs-is-correction with --rl-default-temperature "
+            "{rl_default_temperature:g}: the engine returns log-probabilities before sampling "
+            "filters and temperature: leave one of them "
+            "out": lambda c: c.rl_default_temperature != 1,
+            "--rl-inference-logprobs-is-correction with {--rl-default-top-k}: the engine returns "
+            "log-probabilities before sampling filters and temperature: leave one of them "
+            "out": lambda c: c.rl_default_top_k > 0,
+            "--rl-inference-logprobs-is-correction with --rl-default-top-p {rl_default_top_p:g}: "
+            "the engine returns log-probabilities before sampling filters and temperature: leave "
+            "one of them out": lambda c: 0 < c.rl_default_top_p < 1,
+        },
     ),
-    Rule(
-        "{found}: --perform-rl-step trains on answers to the prompts of environments: leave it out",
-        lambda c: [
+    {
+        "{found}: --perform-rl-step trains on answers to the "
+        "prompts of environments: leave it out": lambda c: [
             flag
             for flag in (
                 "--sft",
@@ -239,72 +177,68 @@ _RL = where(
             )
             if c.value(flag)
         ],
-    ),
-    Rule(
         "{found}: the engine needs the weights of the base in the precision of the run: leave it "
-        "out",
-        "--lora-base-dtype",
-    ),
-    Rule(
-        "{found}: --perform-rl-step does not train multi-token prediction: leave it out",
-        "--mtp-num-layers",
-    ),
-    Rule(
-        "{found}: the engine of --perform-rl-step needs a process per rank: use torchrun",
-        "--virtual-ranks",
-    ),
-    Rule(
-        "{found}: the rollouts of --perform-rl-step come later: leave it out",
-        "--rehearse-memory",
-    ),
-    Rule(
-        "--cuda-graph-scope full_iteration: --perform-rl-step also runs passes without a step: use "
-        "another scope",
-        lambda c: c.uses_graphs and not c.captures_layers,
-    ),
+        "out": "--lora-base-dtype",
+        "{found}: --perform-rl-step "
+        "does not train multi-token prediction: leave it out": "--mtp-num-layers",
+        "{found}: the "
+        "engine of --perform-rl-step needs a process per rank: use torchrun": "--virtual-ranks",
+        "{found}: the rollouts of --perform-rl-step come later: leave it out": "--rehearse-memory",
+        "--cuda-graph-scope full_iteration: --perform-rl-step also runs passes without a step: "
+        "use another scope": lambda c: c.uses_graphs and not c.captures_layers,
+    },
 )
 
-_DISTILLATION = (
-    *where(
+_DISTILLATION = rules(
+    where(
         lambda c: c.export_kd_teacher_load is None,
-        Rule(
-            "{found} needs --export-kd-teacher-load: which checkpoint is the teacher?",
-            "--export-kd-cfg --export-kd-teacher-ckpt-format",
+        {
+            "{found} needs --export-kd-teacher-load: "
+            "which checkpoint is the teacher?": "--export-kd-cfg --export-kd-teacher-ckpt-format",
+        },
+    ),
+    {
+        "{found} exclude each other: keep one of them": several(
+            "--export-kd-teacher-load --logits-load-dir --logits-save-dir"
         ),
-    ),
-    Rule(
-        "{found} exclude each other: keep one of them",
-        several("--export-kd-teacher-load --logits-load-dir --logits-save-dir"),
-    ),
-    *where(
+    },
+    where(
         lambda c: c.method in _FLAGS_OF_METHODS,
-        Rule(
+        {
             "{found} with {kind.title}: distillation is implemented for pretrain_gpt.py; use that "
-            "program, or leave the flag out",
-            lambda c: c.model_kind not in (None, "gpt") and _FLAGS_OF_METHODS[c.method],
-        ),
-        Rule(
+            "program, or leave the flag out": lambda c: (
+                c.model_kind not in (None, "gpt") and _FLAGS_OF_METHODS[c.method]
+            ),
             "{found} with {objective}: distillation replaces the loss of pretraining or --sft; "
-            "leave one of the two out",
-            lambda c: c.objective not in (PRETRAINING, SFT) and _FLAGS_OF_METHODS[c.method],
-        ),
+            "leave one of the two out": lambda c: (
+                c.objective not in (PRETRAINING, SFT) and _FLAGS_OF_METHODS[c.method]
+            ),
+        },
     ),
-    *where(
+    where(
         lambda c: c.dataloader_type not in (None, "single"),
-        Rule(
-            "{found} with {--dataloader-type}: a store has samples in order; use single",
-            lambda c: [
+        {
+            "{found} with {--dataloader-type}: a "
+            "store has samples in order; use single": lambda c: [
                 flag
                 for flag in ("--logits-save-dir", "--logits-load-dir")
                 if c.value(flag) is not None
             ],
-        ),
+        },
     ),
-    Rule(
+    {
         "--logits-save-dir with --load needs --finetune: the teacher then reads the training "
-        "samples from the first one on",
-        lambda c: c.logits_save_dir is not None and c.load and not c.finetune,
-    ),
+        "samples from the first one on": lambda c: (
+            c.logits_save_dir is not None and c.load and not c.finetune
+        ),
+    },
 )
 
-RULES = (*_CONVERSATIONS, *_EVALUATION, *_PREFERENCE, *_ADAPTERS, *_RL, *_DISTILLATION)
+RULES = rules(
+    _CONVERSATIONS,
+    _EVALUATION,
+    _PREFERENCE,
+    _ADAPTERS,
+    _RL,
+    _DISTILLATION,
+)

@@ -1,7 +1,8 @@
 """Rules about flags as data, and the engine that evaluates them.
 
 A `Rule` describes a combination of flags that stops the run, a `Requirement` one that leaves flags
-without effect.  Both read the resolved run as `Settings`: one flat set of values.
+without effect.  Both read the resolved run as `Settings`: one flat set of values.  Rules are
+written as tables, message -> breach, which `rules`, `where` and `first_of` combine.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
+from itertools import starmap
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
@@ -18,7 +20,7 @@ from megatron.core.config.option import dest_of, flag_of, options_of
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.ssm.mamba_hybrid_layer_allocation import layer_pattern
 from megatron.training.arguments.sections import FLAGS_ONLY, SECTIONS, flags_and_defaults
-from megatron.training.config.run import RunConfig
+from megatron.training.config.run import DPO, REWARD, SFT, RunConfig
 from megatron.training.models.kind import ModelKind
 from megatron.training.models.registry import model_kind_of
 
@@ -82,6 +84,11 @@ class Settings:
         except ConfigError:
             return ""
 
+    @property
+    def flag_of_objective(self) -> str:
+        """The flag with which the run trains on conversations."""
+        return {SFT: "--sft", DPO: "--dpo-beta", REWARD: "--reward-model"}[self.objective]
+
     def has_layer(self, letters: str) -> bool:
         """Return whether the model may have a layer of one of these kinds."""
         return not self.hybrid_pattern or bool({*letters} & {*self.hybrid_pattern})
@@ -99,12 +106,12 @@ class Rule:
     ``message`` is a format string: ``{--seq-length}`` is the flag with its value, ``{seq_length}``
     the value, ``{found}`` what ``breach`` returns: a true value if the settings break the rule, a
     list if they break it several times.  Flags as ``breach`` return those that are given.  A
-    message "A needs B: ..." or "A and B exclude each other: ..." is its own breach.  The rule
+    message "A needs B: ..." or "A and B exclude each other: ..." is its own breach: None.  The rule
     applies where all conditions of ``where`` hold.
     """
 
     message: str
-    breach: Condition | None = None
+    breach: Condition | None
     where: tuple[Condition, ...] = ()
 
     def problems(self, settings: Settings) -> Iterator[str]:
@@ -121,6 +128,8 @@ def evaluate(condition: Condition, settings: Settings) -> object:
     """Return what a condition finds in the settings."""
     return given(condition)(settings) if isinstance(condition, str) else condition(settings)
 
+
+Table = Mapping[str, Condition | None]  # message -> breach, of several rules
 
 _TERM = r"\{?(--[\w-]+)\}?( [\w-]+)?"
 _STATEMENT = re.compile(rf"{_TERM} (needs|and) {_TERM}(?: exclude each other)?(?=[:,]|$)")
@@ -178,19 +187,29 @@ def needs(
     return Requirement(words, tuple(dests.split()), is_met or are_given)
 
 
-def where(condition: Condition, *rules: Rule) -> list[Rule]:
-    """Return ``rules``, which apply where ``condition`` holds."""
-    return [replace(rule, where=(condition, *rule.where)) for rule in rules]
+def rules(*parts: Table | list[Rule]) -> list[Rule]:
+    """Return the rules of all ``parts``, in order."""
+    return [
+        rule
+        for part in parts
+        for rule in (starmap(Rule, part.items()) if isinstance(part, Mapping) else part)
+    ]
 
 
-def first_of(*rules: Rule) -> list[Rule]:
-    """Return ``rules``, each of which applies only if the settings keep the rules before it."""
+def where(condition: Condition, *parts: Table | list[Rule]) -> list[Rule]:
+    """Return the rules of ``parts``, which apply where ``condition`` holds."""
+    return [replace(rule, where=(condition, *rule.where)) for rule in rules(*parts)]
+
+
+def first_of(*parts: Table | list[Rule]) -> list[Rule]:
+    """Return the rules of ``parts``; each applies only if the settings keep the rules before it."""
 
     def keeps(earlier: Rule) -> Callable[[Settings], bool]:
         return lambda c: not any(earlier.problems(c))
 
+    every = rules(*parts)
     return [
-        replace(rule, where=(*rule.where, *map(keeps, rules[:i]))) for i, rule in enumerate(rules)
+        replace(rule, where=(*rule.where, *map(keeps, every[:i]))) for i, rule in enumerate(every)
     ]
 
 

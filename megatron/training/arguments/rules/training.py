@@ -6,7 +6,7 @@ import math
 
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.optimizer.update_rules import update_rule
-from megatron.training.arguments.rules.rule import Rule, Settings, first_of, given, where
+from megatron.training.arguments.rules.rule import Settings, first_of, given, rules, where
 from megatron.training.config.run import OF_CONVERSATIONS
 
 
@@ -20,49 +20,43 @@ def _steps_to_the_batch(c: Settings) -> bool:
     return bool(c.global_batch_size >= start and (c.global_batch_size - start) % increment == 0)
 
 
-_BATCH = (
-    *where(
+_BATCH = rules(
+    where(
         lambda c: c.micro_batch_size >= 1 and c.global_batch_size >= 1,
-        *first_of(
-            Rule(
+        first_of(
+            {
                 "{--global-batch-size} is less than {--micro-batch-size} x {data_parallel_size} "
-                "data-parallel ranks = {found}: raise it to {found}",
-                lambda c: c.global_batch_size < (share := _samples_of_ranks(c)) and share,
-            ),
-            Rule(
+                "data-parallel ranks = {found}: raise it to {found}": lambda c: (
+                    c.global_batch_size < (share := _samples_of_ranks(c)) and share
+                ),
                 "{--global-batch-size} is not a multiple of {--micro-batch-size} x "
-                "{data_parallel_size} data-parallel ranks = {found}: use a multiple of {found}, or "
-                "add --decrease-batch-size-if-needed",
-                lambda c: (
+                "{data_parallel_size} data-parallel ranks = {found}: use a multiple of {found}, "
+                "or add --decrease-batch-size-if-needed": lambda c: (
                     not c.decrease_batch_size_if_needed
                     and c.global_batch_size % (share := _samples_of_ranks(c))
                     and share
                 ),
-            ),
+            },
         ),
     ),
-    *where(
+    where(
         "--rampup-batch-size",
-        *first_of(
-            Rule(
-                "{--rampup-batch-size}: give three numbers, START INCREMENT SAMPLES",
-                lambda c: len(c.rampup_batch_size) != 3,
-            ),
-            Rule(
+        first_of(
+            {
+                "{--rampup-batch-size}: give three numbers, START INCREMENT SAMPLES": lambda c: (
+                    len(c.rampup_batch_size) != 3
+                ),
                 "{--rampup-batch-size}: START and INCREMENT must be at least 1 and SAMPLES at "
-                "least 0",
-                lambda c: min(c.rampup_batch_size[:2]) < 1 or c.rampup_batch_size[2] < 0,
-            ),
-            Rule(
+                "least 0": lambda c: min(c.rampup_batch_size[:2]) < 1 or c.rampup_batch_size[2] < 0,
                 "{--rampup-batch-size} does not reach {--global-batch-size} from "
-                "{rampup_batch_size[0]} in steps of {rampup_batch_size[1]}",
-                lambda c: not _steps_to_the_batch(c),
-            ),
+                "{rampup_batch_size[0]} "
+                "in steps of {rampup_batch_size[1]}": lambda c: not _steps_to_the_batch(c),
+            },
         ),
-        Rule(
+        {
             "--rampup-batch-size {found[0]} is not a multiple of {--micro-batch-size} x "
-            "{data_parallel_size} data-parallel ranks = {found[1]}: use a multiple of {found[1]}",
-            lambda c: [
+            "{data_parallel_size} data-parallel ranks = "
+            "{found[1]}: use a multiple of {found[1]}": lambda c: [
                 (f"{name} {value}", share)
                 for name, value in zip(("START", "INCREMENT"), c.rampup_batch_size, strict=False)
                 if len(c.rampup_batch_size) == 3
@@ -71,7 +65,7 @@ _BATCH = (
                 and (share := _samples_of_ranks(c)) >= 1
                 and value % share
             ],
-        ),
+        },
     ),
 )
 
@@ -85,71 +79,56 @@ def _find_mixtures(c: Settings) -> list[str]:
 _DATA_PATHS = ("--data-path", "--train-data-path")
 _SAMPLES = "--train-samples --lr-decay-samples --lr-wsd-decay-samples --rampup-batch-size"
 
-_LENGTH = (
-    Rule(
-        "--train-iters, --train-samples or --epochs is required (or --skip-train)",
-        lambda c: (
+_LENGTH = rules(
+    {
+        "--train-iters, --train-samples or --epochs is required (or --skip-train)": lambda c: (
             c.train_iters is None
             and c.train_samples is None
             and c.epochs is None
             and c.trains
             and not c.skip_train
         ),
-    ),
-    Rule(
-        "--lr is required (or --skip-train)",
-        lambda c: c.lr is None and c.trains and not c.skip_train,
-    ),
-    *where(
+        "--lr is required (or --skip-train)": lambda c: (
+            c.lr is None and c.trains and not c.skip_train
+        ),
+    },
+    where(
         lambda c: c.train_iters is not None or c.epochs is not None,
-        Rule(
-            "{found[0]} counts samples and {found[1]}: use one unit for all",
-            lambda c: [
+        {
+            "{found[0]} counts samples and {found[1]}: use one unit for all": lambda c: [
                 (
                     flag.split()[0],
                     "--train-iters counts steps" if c.epochs is None else "--epochs becomes steps",
                 )
                 for flag in (*given(_SAMPLES)(c), *given("--lr-warmup-samples", bool)(c))
             ],
-        ),
+        },
     ),
-    *where(
+    where(
         lambda c: c.train_samples is not None and c.train_iters is None and c.epochs is None,
-        Rule(
-            "{found} counts steps and --train-samples counts samples: use one unit for all",
-            lambda c: [
+        {
+            "{found} counts steps and --train-samples "
+            "counts samples: use one unit for all": lambda c: [
                 flag.split()[0]
                 for flag in (
                     *given("--lr-decay-iters --lr-wsd-decay-iters")(c),
                     *given("--lr-warmup-iters", bool)(c),
                 )
             ],
-        ),
+        },
     ),
-    *where(
+    where(
         "--epochs",
-        Rule(
+        {
             "--epochs {epochs:g} is for --sft, --dpo-beta and --reward-model, whose data has rows "
-            "to count: give --train-iters",
-            lambda c: c.objective not in OF_CONVERSATIONS,
-        ),
-        Rule(
-            "--epochs {epochs:g}: give a number above 0",
-            lambda c: not 0 < c.epochs < math.inf,
-        ),
-        Rule(
-            "--epochs {epochs:g} and {--train-iters} set the length: keep one",
-            "--train-iters",
-        ),
-        Rule(
+            "to count: give --train-iters": lambda c: c.objective not in OF_CONVERSATIONS,
+            "--epochs {epochs:g}: give a number above 0": lambda c: not 0 < c.epochs < math.inf,
+            "--epochs {epochs:g} and {--train-iters} set the length: keep one": "--train-iters",
             "--epochs {epochs:g} with several paths in {found}: an epoch of a mixture has no "
-            "length; give one folder with all files, or --train-iters",
-            _find_mixtures,
-        ),
-        Rule(
-            "--epochs {epochs:g} with {found}: name the data with --train-data-path",
-            "--data-args-path --per-split-data-args-path",
-        ),
+            "length; give one folder with all files, or --train-iters": _find_mixtures,
+            "--epochs {epochs:g} with {found}: "
+            "name the data with --train-data-path": "--data-args-path --per-split-data-args-path",
+        },
     ),
 )
 
@@ -184,38 +163,44 @@ def _find_wrong_decay_part(c: Settings) -> str:
 
 
 # With --epochs these hold when the data set is known.
-SCHEDULE_LENGTHS = (
-    Rule(
-        "--train-{found} 0 leaves nothing for the learning rate to follow: use --skip-train",
-        lambda c: [
+SCHEDULE_LENGTHS = rules(
+    {
+        "--train-{found} 0 leaves nothing for the "
+        "learning rate to follow: use --skip-train": lambda c: [
             unit
             for unit in ("iters", "samples")
             if _schedule_end(c, unit)[1] == 0 and not c.skip_train
         ],
+        "{found}: shorten the warm-up": _find_long_warmups,
+    },
+    where(
+        "--lr-decay-style WSD",
+        {
+            "{found}": _find_wrong_decay_part,
+        },
     ),
-    Rule("{found}: shorten the warm-up", _find_long_warmups),
-    *where("--lr-decay-style WSD", Rule("{found}", _find_wrong_decay_part)),
 )
 
-_SCHEDULE = (
-    *where(
+_SCHEDULE = rules(
+    where(
         "--lr-warmup-fraction",
-        Rule(
-            "{found}: from 0 up to 1 is needed",
-            given("--lr-warmup-fraction", lambda share: not 0 <= share < 1),
-        ),
-        Rule(
-            "--lr-warmup-fraction and {found} both set the warmup: keep one",
-            given("--lr-warmup-iters --lr-warmup-samples", bool),
-        ),
+        {
+            "{found}: from 0 up to 1 is needed": given(
+                "--lr-warmup-fraction", lambda share: not 0 <= share < 1
+            ),
+            "--lr-warmup-fraction and {found} both set the warmup: keep one": given(
+                "--lr-warmup-iters --lr-warmup-samples", bool
+            ),
+        },
     ),
-    *SCHEDULE_LENGTHS,
-    Rule(
+    SCHEDULE_LENGTHS,
+    {
         "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
         "other: keep the first for the values of the command line, the second for those of the "
-        "checkpoint",
-        lambda c: c.override_opt_param_scheduler and c.use_checkpoint_opt_param_scheduler,
-    ),
+        "checkpoint": lambda c: (
+            c.override_opt_param_scheduler and c.use_checkpoint_opt_param_scheduler
+        ),
+    },
 )
 
 _DECAY_RATES = "--adam-beta1 --adam-beta2 --lion-beta1 --lion-beta2 --muon-momentum"
@@ -235,43 +220,41 @@ def _find_splits_of_parameters(c: Settings) -> list[str]:
     ]
 
 
-_OPTIMIZER = (
-    *where(
+_OPTIMIZER = rules(
+    where(
         "--lr",
-        Rule("{--min-lr} is greater than {--lr}: lower it", lambda c: c.min_lr > c.lr),
-        Rule(
-            "{--lr-warmup-init} does not lie between 0 and {--lr}",
-            lambda c: not 0 <= c.lr_warmup_init <= c.lr,
-        ),
+        {
+            "{--min-lr} is greater than {--lr}: lower it": lambda c: c.min_lr > c.lr,
+            "{--lr-warmup-init} does not lie between 0 and {--lr}": lambda c: (
+                not 0 <= c.lr_warmup_init <= c.lr
+            ),
+        },
     ),
-    *first_of(
-        Rule(
-            "--decoupled-min-lr needs --decoupled-lr",
-        ),
-        Rule(
-            "{--decoupled-min-lr} is greater than {--decoupled-lr}: lower it",
-            lambda c: c.decoupled_lr is not None and (c.decoupled_min_lr or 0.0) > c.decoupled_lr,
-        ),
+    first_of(
+        {
+            "--decoupled-min-lr needs --decoupled-lr": None,
+            "{--decoupled-min-lr} is greater than {--decoupled-lr}: lower it": lambda c: (
+                c.decoupled_lr is not None and (c.decoupled_min_lr or 0.0) > c.decoupled_lr
+            ),
+        },
     ),
-    Rule(
+    {
         "{--head-lr-mult}: the output layer shares its weight with the word embedding; add "
-        "--untie-embeddings-and-output-weights",
-        lambda c: c.head_lr_mult != 1.0 and not c.untie_embeddings_and_output_weights,
-    ),
-    Rule(
-        "{found}: a number from 0 up to, but not including, 1 is needed",
-        given(_DECAY_RATES, lambda rate: not 0 <= rate < 1),
-    ),
-    Rule(
-        "{found}: a number greater than 0 is needed",
-        given("--adam-eps --loss-scale", lambda value: value <= 0),
-    ),
-    *where(
+        "--untie-embeddings-and-output-weights": lambda c: (
+            c.head_lr_mult != 1.0 and not c.untie_embeddings_and_output_weights
+        ),
+        "{found}: a number from 0 up to, but not including, 1 is needed": given(
+            _DECAY_RATES, lambda rate: not 0 <= rate < 1
+        ),
+        "{found}: a number greater than 0 is needed": given(
+            "--adam-eps --loss-scale", lambda value: value <= 0
+        ),
+    },
+    where(
         "--weight-decay-incr-style constant",
-        Rule(
+        {
             "{found} needs --weight-decay-incr-style linear or cosine: for constant use "
-            "--weight-decay",
-            lambda c: [
+            "--weight-decay": lambda c: [
                 f"{flag} {value}"
                 for flag, value in (
                     ("--start-weight-decay", c.asked["start_weight_decay"]),
@@ -279,48 +262,46 @@ _OPTIMIZER = (
                 )
                 if value is not None
             ],
-        ),
+        },
     ),
-    *where(
+    where(
         lambda c: c.weight_decay_incr_style != "constant",
-        *first_of(
-            Rule(
-                "{--weight-decay-incr-style} needs --start-weight-decay and --end-weight-decay",
-                lambda c: None in (c.asked["start_weight_decay"], c.asked["end_weight_decay"]),
-            ),
-            Rule(
-                "{--start-weight-decay} and {--end-weight-decay}: 0 <= start <= end is needed",
-                lambda c: not 0 <= c.asked["start_weight_decay"] <= c.asked["end_weight_decay"],
-            ),
+        first_of(
+            {
+                "{--weight-decay-incr-style} needs --start-weight-decay "
+                "and --end-weight-decay": lambda c: (
+                    None in (c.asked["start_weight_decay"], c.asked["end_weight_decay"])
+                ),
+                "{--start-weight-decay} and {--end-weight-decay}: "
+                "0 <= start <= end is needed": lambda c: (
+                    not 0 <= c.asked["start_weight_decay"] <= c.asked["end_weight_decay"]
+                ),
+            },
         ),
     ),
-    *where(
+    where(
         lambda c: c.has_muon,
-        Rule(
+        {
             "--overlap-param-gather-with-optimizer-step and {--optimizer}: a Muon step needs "
-            "complete matrices, not buckets; use --overlap-param-gather alone",
-            "--overlap-param-gather-with-optimizer-step",
-        ),
-        Rule(  # these formats number the parameters as a single Adam optimizer does
+            "complete matrices, not buckets; "
+            "use --overlap-param-gather alone": "--overlap-param-gather-with-optimizer-step",
+            # these formats number the parameters as a single Adam optimizer does
             "{--ckpt-format} cannot store the two kinds of state of {--optimizer}: use "
-            "safetensors_dist or torch_dist",
-            lambda c: c.save and c.ckpt_format in ("torch", "torch_dcp"),
-        ),
-        Rule(
+            "safetensors_dist "
+            "or torch_dist": lambda c: c.save and c.ckpt_format in ("torch", "torch_dcp"),
             "--optimizer-cpu-offload and {--optimizer} exclude each other: Muon's matmuls run on "
             "the GPU; keep the first with --optimizer adam, or use --optimizer dist_muon alone, "
-            "which shards its state over data-parallel ranks",
-        ),
+            "which shards its state over data-parallel ranks": None,
+        },
     ),
-    Rule(
+    {
         "{found} with {--optimizer}: its update is not element-wise and needs complete parameters "
-        "on one device; use data parallelism without it, or an element-wise optimizer such as adam",
-        _find_splits_of_parameters,
-    ),
-    Rule(
-        "{found}: a number from 0 to 1 is needed",
-        given("--optimizer-offload-fraction", lambda share: not 0 <= share <= 1),
-    ),
+        "on one device; use data parallelism "
+        "without it, or an element-wise optimizer such as adam": _find_splits_of_parameters,
+        "{found}: a number from 0 to 1 is needed": given(
+            "--optimizer-offload-fraction", lambda share: not 0 <= share <= 1
+        ),
+    },
 )
 
 
@@ -388,93 +369,84 @@ def _find_partial_blocks(c: Settings) -> list[tuple[str, int, int]]:
     ]
 
 
-_PRECISION = (
-    Rule(
+_PRECISION = rules(
+    {
         "--bf16 and --fp16 exclude each other: keep --bf16 on hardware with bf16 matmuls, --fp16, "
-        "with its loss scaling, on older GPUs",
-    ),
-    Rule(
+        "with its loss scaling, on older GPUs": None,
         "--fp16-lm-cross-entropy needs --fp16, and the loss is computed in fp32 with it too: use "
-        "--loss-chunk-size to reduce the memory of logits",
-    ),
-    Rule(
-        "--fp32-residual-connection needs --bf16 or --fp16: without them hidden states are fp32",
-        lambda c: c.fp32_residual_connection and not (c.fp16 or c.bf16),
-    ),
-    Rule(
+        "--loss-chunk-size to reduce the memory of logits": None,
+        "--fp32-residual-connection needs --bf16 or --fp16: without them "
+        "hidden states are fp32": lambda c: c.fp32_residual_connection and not (c.fp16 or c.bf16),
         "--grad-reduce-in-bf16 needs --bf16: add it; gradients of fp16 and fp32 parameters cannot "
-        "be reduced in bf16",
-    ),
-    *where(
+        "be reduced in bf16": None,
+    },
+    where(
         lambda c: not c.use_precision_aware_optimizer,
-        Rule(
-            "{found} needs --use-precision-aware-optimizer: add it",
-            given(
+        {
+            "{found} needs --use-precision-aware-optimizer: add it": given(
                 "--main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype",
                 _is_reduced,
             ),
-        ),
+        },
     ),
-    Rule(
-        "{found[0]}: {found[2]} has no such state; use {found[1]} adam",
-        _find_missing_moments,
-    ),
-    *where(
+    {
+        "{found[0]}: {found[2]} has no such state; use {found[1]} adam": _find_missing_moments,
+    },
+    where(
         lambda c: c.main_params_dtype != "fp32",
-        Rule(
+        {
             "{--main-params-dtype} needs --bf16 or --fp16: fp32 parameters have no separate main "
-            "parameters",
-            lambda c: not (c.bf16 or c.fp16),
-        ),
-        Rule(
+            "parameters": lambda c: not (c.bf16 or c.fp16),
             "{--main-params-dtype}: fully sharded parameters have fp32 main parameters only; use "
-            "--use-distributed-optimizer instead of FSDP",
-            lambda c: c.is_fully_sharded,
-        ),
+            "--use-distributed-optimizer instead of FSDP": lambda c: c.is_fully_sharded,
+        },
     ),
-    *where(
+    where(
         lambda c: c.main_grads_dtype != "fp32",
-        Rule("{--main-grads-dtype} needs --bf16: add it"),
-        Rule(
+        {
+            "{--main-grads-dtype} needs --bf16: add it": None,
             "{--main-grads-dtype} and --accumulate-allreduce-grads-in-fp32 exclude each other: "
-            "keep the first to save memory, the second for fp32 gradient sums",
+            "keep the first to save memory, the second for fp32 gradient sums": None,
+        },
+    ),
+    {
+        "{--min-loss-scale} must be greater than 0 and at most {--initial-loss-scale}": lambda c: (
+            not 0 < c.min_loss_scale <= c.initial_loss_scale
         ),
-    ),
-    Rule(
-        "{--min-loss-scale} must be greater than 0 and at most {--initial-loss-scale}",
-        lambda c: not 0 < c.min_loss_scale <= c.initial_loss_scale,
-    ),
-    Rule(
         "--fp8-format and --fp4-format exclude each other: keep --fp8-format for the smaller "
-        "rounding error, --fp4-format for the smaller operands",
-    ),
-    *where(
+        "rounding error, --fp4-format for the smaller operands": None,
+    },
+    where(
         lambda c: c.is_quantized,
-        Rule(
+        {
             "--{format_flag}: {found[0]} {found[1]} on {found[2]} tensor-parallel ranks is not a "
-            "multiple of {width_multiple} on each: use a width that is a multiple of {found[3]}",
-            _find_unsupported_widths,
-        ),
-        Rule(
+            "multiple of {width_multiple} "
+            "on each: use a width that is a multiple of {found[3]}": _find_unsupported_widths,
             "{found[0]} times {--micro-batch-size}, split over {found[1]} ranks by "
-            "--sequence-parallel, is not a multiple of the {found[2]} values that share a scale in "
-            "--{format_flag}: change one of them, or use --fp8-format with --fp8-recipe tensorwise",
-            lambda c: _find_partial_blocks(c) if c.sequence_parallel and c.fp8_wgrad else (),
-        ),
-        Rule(
+            "--sequence-parallel, is not a multiple of the {found[2]} values that share a scale "
+            "in --{format_flag}: change one of them, or use --fp8-format with --fp8-recipe "
+            "tensorwise": lambda c: (
+                _find_partial_blocks(c) if c.sequence_parallel and c.fp8_wgrad else ()
+            ),
             "{--num-layers-at-start-in-bf16} and {--num-layers-at-end-in-bf16} leave none of "
-            "{--num-layers} to --{format_flag}: lower them",
-            lambda c: (
+            "{--num-layers} to --{format_flag}: lower them": lambda c: (
                 c.first_last_layers_bf16
                 and c.num_layers_at_start_in_bf16 + c.num_layers_at_end_in_bf16 >= c.num_layers
             ),
+        },
+    ),
+    {
+        "--fp8-param-gather needs --bf16 or --fp16: fp32 weights have no main parameters apart, "
+        "so the update itself would be rounded": lambda c: (
+            c.fp8 is not None and c.fp8_param and not (c.bf16 or c.fp16)
         ),
-    ),
-    Rule(
-        "--fp8-param-gather needs --bf16 or --fp16: fp32 weights have no main parameters apart, so "
-        "the update itself would be rounded",
-        lambda c: c.fp8 is not None and c.fp8_param and not (c.bf16 or c.fp16),
-    ),
+    },
 )
 
-RULES = (*_BATCH, *_LENGTH, *_SCHEDULE, *_OPTIMIZER, *_PRECISION)
+RULES = rules(
+    _BATCH,
+    _LENGTH,
+    _SCHEDULE,
+    _OPTIMIZER,
+    _PRECISION,
+)
