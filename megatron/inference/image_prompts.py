@@ -80,25 +80,22 @@ class ImagePrompts:
         another number of tags, and for an image that cannot be read.
         """
         tokenizer = self._tokenizer
-        if isinstance(tokenizer, MultimodalTokenizer):
-            try:
-                parts = self._split(
-                    tokenizer.tokenize(text)
-                    if isinstance(text, str)
-                    else tokenizer.tokenize_conversation(text, False, True).tolist()
+        try:
+            if isinstance(text, str):
+                first, *others = self.texts_of(text)  # the first with special tokens, such as BOS
+                rows = [tokenizer.tokenize(first) if first or self.is_conversation else []]
+                rows += [tokenizer.tokenize_plain(part) if part else [] for part in others]
+            elif isinstance(tokenizer, MultimodalTokenizer):
+                rows = [tokenizer.tokenize_conversation(text, False, True).tolist()]
+            else:
+                raise RequestError(
+                    "turns of a conversation need a checkpoint of --tokenizer-type "
+                    "MultimodalTokenizer: give a text",
+                    "images",
                 )
-            except DataError as error:
-                raise RequestError(str(error)) from error
-        elif isinstance(text, str):
-            first, *others = text.split(IMAGE_TOKEN)
-            parts = [tokenizer.tokenize(first) if first else []]  # with special tokens, such as BOS
-            parts += [tokenizer.tokenize_plain(part) if part else [] for part in others]
-        else:
-            raise RequestError(
-                "turns of a conversation need a checkpoint of --tokenizer-type "
-                "MultimodalTokenizer: give a text",
-                "images",
-            )
+        except DataError as error:
+            raise RequestError(str(error)) from error
+        parts = self._split(rows[0]) if self.is_conversation else rows
         if len(parts) == 1:
             parts = [[]] * len(images) + parts
         found = tuple(self.read(image, f"image {i}") for i, image in enumerate(images))

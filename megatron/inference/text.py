@@ -164,16 +164,16 @@ class SampleText:
             shown, stop = self._look_for_stop(piece)
             text += shown
             if stop is not None:
-                return self._end(text, "stop", stop)
+                return self._delta(text, "stop", stop)
         if output.finish_reason is None:
-            return self._next(text)
+            return self._delta(text, None, None)
         shown, stop = self._look_for_stop(self._detokenizer.end())
         text += shown
         if stop is None:
             text += self._finder.end()
         elif end_token is None:
-            return self._end(text, "stop", stop)
-        return self._end(text, output.finish_reason, end_token)
+            return self._delta(text, "stop", stop)
+        return self._delta(text, output.finish_reason, end_token)
 
     def _look_for_stop(self, piece: str) -> tuple[str, str | None]:
         if self.num_tokens <= self.rules.min_tokens:
@@ -181,16 +181,12 @@ class SampleText:
         shown, stop = self._finder.add(piece)
         return (shown + stop if stop and self.rules.keeps_stop else shown), stop
 
-    def _next(self, text: str) -> TextDelta:
+    def _delta(
+        self, text: str, reason: FinishReason | None, stopped_by: str | int | None
+    ) -> TextDelta:
+        """Return new text with its tokens; the last ones too, unless a stop string has cut them."""
         self._shown += len(text)
-        count = sum(placed.offset < self._shown for placed in self._waiting)
-        ready = self._waiting[:count]
-        self._waiting = self._waiting[count:]
-        return TextDelta(text, tuple(ready))
-
-    def _end(self, text: str, reason: FinishReason, stopped_by: str | int | None) -> TextDelta:
-        """Keep the tokens of the text, without the tokens of a stop string."""
-        self._shown += len(text)
-        is_cut = isinstance(stopped_by, str)
-        ready = [t for t in self._waiting if not is_cut or t.offset < self._shown]
+        is_whole = reason is not None and not isinstance(stopped_by, str)
+        ready = [t for t in self._waiting if is_whole or t.offset < self._shown]
+        self._waiting = self._waiting[len(ready) :]
         return TextDelta(text, tuple(ready), reason, stopped_by)

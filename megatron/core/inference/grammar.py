@@ -1,4 +1,4 @@
-"""Constraints on generated text: JSON schema, regular expression, Lark grammar, list of choices.
+"""Constraints on generated text: a JSON schema or a regular expression.
 
 llguidance (extra "serve") follows the bytes of the tokens through the grammar, in processes with
 limits (`megatron.core.inference.grammar_worker`).  Rank 0 tells them each token that was chosen,
@@ -34,11 +34,10 @@ from megatron.core.limited_processes import LENGTH, LimitedProcesses, Start, exc
 from megatron.core.optional import require
 
 _LARGEST_TEXT = 1 << 16  # characters
-_KINDS = ("json_schema", "regex", "lark", "choice")
+_KINDS = ("json_schema", "regex")
 _MOST_GRAMMARS = 128  # in use at the same time: each has a process
 _KEPT_GRAMMARS = 16  # of the last requests, for later requests that have the same grammar
-_LONGEST_WAIT_S = 0.02  # of a step, for an answer; less for a text whose last one was late
-_SHORTEST_WAIT_S = 0.001
+_WAIT_S = 0.005  # of a step, for the answer to a token
 _PATIENCE_S = 60.0  # with a process that is stopped, or has no processor
 _READ_BYTES = 1 << 20
 _NOTHING: npt.NDArray[np.int32] = np.empty(0, np.int32)
@@ -53,17 +52,14 @@ class GrammarMatcher:
         self._none = np.zeros(num_words, np.int32)
         self._words: npt.NDArray[np.int32] | None = None  # None: an answer has not come
         self._num_asked = 1
-        self._wait_s = 0.0  # the first answer comes when the grammar has been compiled
-        self._is_late = False
-        self._asked_at = time.monotonic()
+        self._due = time.monotonic()  # no wait: the grammar is compiled before the first answer
         self.error = ""  # why the text cannot go on
         process.ask(number, NEW)
 
     def is_ready(self) -> bool:
         """Return whether `allowed` returns at once; wait for a moment if it was asked just now."""
         if self._words is None:
-            self._wait(self._asked_at + self._wait_s - time.monotonic())
-            self._is_late |= self._words is None
+            self._wait(self._due - time.monotonic())
         return self._words is not None
 
     def allowed(self) -> npt.NDArray[np.int32]:
@@ -79,12 +75,9 @@ class GrammarMatcher:
         """Advance by an allowed token; after another one no token is allowed."""
         if self.error:
             return
-        wait_s = self._wait_s * (0.5 if self._is_late else 2)
-        self._wait_s = min(max(wait_s, _SHORTEST_WAIT_S), _LONGEST_WAIT_S)
-        self._is_late = False
         self._words = None
         self._num_asked += 1
-        self._asked_at = time.monotonic()
+        self._due = time.monotonic() + _WAIT_S
         self._process.ask(self._number, token)
 
     def take(self, words: npt.NDArray[np.int32], error: str) -> None:
@@ -102,7 +95,7 @@ class GrammarMatcher:
         self._process.exchange(0)
         while self._words is None and (left := end - time.monotonic()) > 0:
             self._process.exchange(left)
-        if self._words is None and time.monotonic() - self._asked_at > _PATIENCE_S:
+        if self._words is None and time.monotonic() - self._due > _PATIENCE_S:
             self._process.give_up()
 
 
@@ -127,14 +120,14 @@ class Grammars:
     def matcher(self, kind: str, text: str) -> GrammarMatcher:
         """Return a matcher at the start of a grammar.
 
-        ``kind``: "json_schema", "regex", "lark", or "choice", whose text is a JSON list of strings.
+        ``kind``: "json_schema" or "regex".
         The matcher has an ``error`` as soon as it is ready if no text fits, or if the grammar needs
         too much time or memory.  Raises RequestError for a grammar of another kind or too long, and
         QueueFullError if too many are in use.
         """
         if kind not in _KINDS:
-            kinds = "json_schema, regex, lark or choice"
-            raise RequestError(f"grammar of kind {kind!r}: give {kinds}", "grammar")
+            text = f"grammar of kind {kind!r}: give json_schema or regex"
+            raise RequestError(text, "grammar")
         if len(text) > _LARGEST_TEXT:
             size = f"grammar of {len(text)} characters"
             raise RequestError(f"{size}: at most {_LARGEST_TEXT} are supported", "grammar")

@@ -94,12 +94,8 @@ class _Compiler:
             if kind == "json_schema":
                 how = {"whitespace_pattern": _SPACES} if text.lstrip().startswith("{") else None
                 grammar = of.grammar_from_json_schema(text, overrides=how)
-            elif kind == "regex":
-                grammar = of.grammar_from_regex(text)
-            elif kind == "lark":
-                grammar = of.grammar_from_lark(text)
             else:
-                grammar = of.grammar_from_regex(_one_of(text))
+                grammar = of.grammar_from_regex(text)
             limits = self._library.LLParserLimits(**_LIMITS)
             state = of(self._tokenizer, grammar, log_level=0, limits=limits)
         except (ValueError, RecursionError) as error:  # not JSON, not Unicode, or nested too deeply
@@ -134,22 +130,6 @@ class _Vocabulary:
     def __call__(self, text: bytes) -> list[int]:
         self.has_long_text |= len(text) > _LONGEST_FORCED
         return self.tokenize(text.decode()) if self.tokenize else []
-
-
-def _one_of(text: str) -> str:
-    """Return a regular expression for the strings of a JSON list.  Raises ValueError."""
-    choices = json.loads(text)
-    if not isinstance(choices, list) or not all(isinstance(c, str) for c in choices):
-        raise ValueError("give a JSON list of strings")
-    if not choices:
-        raise ValueError("give at least one string")
-    return "|".join("".join(_literal(c) for c in choice) for choice in choices)
-
-
-def _literal(character: str) -> str:
-    if character.isascii() and character.isalnum():
-        return character
-    return f"\\x{{{ord(character):x}}}"
 
 
 def _reason(text: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -203,14 +203,13 @@ class CompletionRequest(_OpenAIRequest):
             entries = self._prompt_entries(sample) if has_prompt else []
             entries += [(p.output.token, p.output, len(text) + p.offset) for p in delta.tokens]
             log_probs = log_prob_table(self.model, entries, self.num_log_probs)
-        choice: dict[str, Any] = {
-            "index": sample.index,
-            "text": (text if has_prompt else "") + delta.text,
-            "logprobs": log_probs,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stopped_by,
-            "weight_version": sample.weight_version,
-        }
+        choice = choice_of(
+            sample,
+            log_probs,
+            delta.finish_reason,
+            text=(text if has_prompt else "") + delta.text,
+            stop_reason=delta.stopped_by,
+        )
         if self.num_prompt_log_probs is not None and is_first:
             choice["prompt_logprobs"] = self._prompt_table(sample, self.num_prompt_log_probs)
         has_news = choice["text"] or log_probs or "prompt_logprobs" in choice
@@ -264,32 +263,37 @@ async def read_prompts(
                 "prompt",
             )
     given = [item for item in many if isinstance(item, str)]
-    tokenized = iter(await model.tokenize(given, is_plain=is_plain))
-    prompts = [next(tokenized) if isinstance(item, str) else item for item in many]
+    prompts = _replaced(many, str, await model.tokenize(given, is_plain=is_plain))
     if not has_texts:
         return prompts, []
-    decoded = iter(await model.decode_all([item for item in many if isinstance(item, list)]))
-    return prompts, [item if isinstance(item, str) else next(decoded) for item in many]
+    ids = [item for item in many if isinstance(item, list)]
+    return prompts, _replaced(many, list, await model.decode_all(ids))
+
+
+def _replaced(items: list[Any], kind: type, new: Iterable[Any]) -> list[Any]:
+    """Return ``items`` with ``new`` in the places of those of a kind."""
+    found = iter(new)
+    return [next(found) if isinstance(item, kind) else item for item in items]
 
 
 def log_prob_table(model: Model, entries: list[Entry], num_top: int) -> dict[str, Any] | None:
     """Return OpenAI's ``logprobs`` of a completion: one entry a token in each column."""
-    rows = []
-    for token, score, offset in entries:
-        text = model.token_text(token)
-        value = None if score is None else log_prob_of(score.log_prob)
-        top: dict[str, float] | None = None
-        if score is not None:
-            top = {}
-            # The token too if it is not among the most likely; other tokens may have its text.
-            for other, its_value in (*score.top[:num_top], (token, score.log_prob)):
-                top.setdefault(model.token_text(other), log_prob_of(its_value))
-        rows.append((text, value, top if num_top else None, offset))
-    if not rows:
+
+    def tops(token: int, score: TokenOutput) -> dict[str, float]:
+        top: dict[str, float] = {}
+        # The token too if it is not among the most likely; other tokens may have its text.
+        for other, value in (*score.top[:num_top], (token, score.log_prob)):
+            top.setdefault(model.token_text(other), log_prob_of(value))
+        return top
+
+    if not entries:
         return None
-    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    table: dict[str, Any] = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
-    return table if num_top else {**table, "top_logprobs": None}
+    return {
+        "tokens": [model.token_text(token) for token, *_ in entries],
+        "token_logprobs": [score and log_prob_of(score.log_prob) for _, score, _ in entries],
+        "top_logprobs": [s and tops(token, s) for token, s, _ in entries] if num_top else None,
+        "text_offset": [offset for *_, offset in entries],
+    }
 
 
 @dataclass
@@ -386,62 +390,60 @@ class ChatRequest(_OpenAIRequest):
 
     def choice(self, sample: Sample) -> dict[str, Any]:
         """Return the choice of a complete sample."""
-        content, calls = self._content_and_calls(sample.text)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": content or (None if calls else ""),
-        }
+        content, calls = self._content_and_calls(sample, sample.text, is_last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
-            message["tool_calls"] = calls
-        return {
-            "index": sample.index,
-            "message": message,
-            "logprobs": self._log_probs(sample.tokens),
-            "finish_reason": _reason(sample.finish_reason, bool(calls)),
-            "stop_reason": sample.stopped_by,
-            "weight_version": sample.weight_version,
-        }
+            message |= {"content": content.strip() or None, "tool_calls": calls}
+        return choice_of(
+            sample,
+            self._log_probs(sample.tokens),
+            _reason(sample.finish_reason, bool(calls)),
+            message=message,
+            stop_reason=sample.stopped_by,
+        )
 
     def chunks(self, sample: Sample, delta: TextDelta) -> list[dict[str, Any]]:
         """Return the choices to send, at most one with content and one for the end."""
         sent = self.sent[sample.index]
         is_last = delta.finish_reason is not None
-        content = delta.text
-        calls: list[dict[str, Any]] = []
-        if self.tools.choice in ("required", "function"):
-            content, calls = self._content_and_calls(sample.text) if is_last else ("", [])
-        elif self.tools.choice == "auto":
-            content, calls = sent.parser.add(delta.text, is_last=is_last)
-            if not self.tools.many:
-                calls = [] if sent.num_calls else calls[:1]
+        content, calls = self._content_and_calls(sample, delta.text, is_last=is_last)
         found: dict[str, Any] = {} if sent.is_begun else {"role": "assistant", "content": ""}
         if content:
             found["content"] = content
         if calls:
-            numbered = enumerate(calls, sent.num_calls)
+            numbered = enumerate(calls, sent.num_calls - len(calls))
             found["tool_calls"] = [{"index": index, **call} for index, call in numbered]
-            sent.num_calls += len(calls)
         log_probs = self._log_probs(delta.tokens)
         out = []
         if found or (log_probs and log_probs["content"]):
-            out.append(_chunk(sample, found, log_probs, None))
+            out.append(choice_of(sample, log_probs, None, delta=found))
             sent.is_begun = True
         if is_last:
-            out.append(_chunk(sample, {}, None, _reason(delta.finish_reason, sent.num_calls > 0)))
+            reason = _reason(delta.finish_reason, sent.num_calls > 0)
+            out.append(choice_of(sample, None, reason, delta={}))
         return out
 
-    def _content_and_calls(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """Return the content of a complete text, and the calls in it."""
+    def _content_and_calls(
+        self, sample: Sample, text: str, *, is_last: bool
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """Return the content and the calls in ``text``, which is new; others wait for the end."""
         tools = self.tools
-        if tools.function is not None:
-            return "", [call_object(tools.function, text)]
-        if tools.choice == "required":
-            call = read_call(text)
-            return ("", [call]) if call is not None else (text, [])
+        sent = self.sent[sample.index]
         if tools.choice == "none":
             return text, []
-        content, calls = ToolCallParser().add(text, is_last=True)
-        return (content.strip() if calls else content), calls if tools.many else calls[:1]
+        if tools.choice == "auto":
+            content, calls = sent.parser.add(text, is_last=is_last)
+        elif not is_last:
+            return "", []
+        elif tools.function is not None:
+            content, calls = "", [call_object(tools.function, sample.text)]
+        else:
+            call = read_call(sample.text)
+            content, calls = (sample.text, []) if call is None else ("", [call])
+        if not tools.many:
+            calls = calls[: 1 - sent.num_calls]
+        sent.num_calls += len(calls)
+        return content, calls
 
     def _log_probs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any] | None:
         if self.num_log_probs is None:
@@ -467,13 +469,14 @@ def _reason(reason: str | None, has_calls: bool) -> str | None:
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 
-def _chunk(
-    sample: Sample, delta: dict[str, Any], log_probs: dict[str, Any] | None, reason: str | None
+def choice_of(
+    sample: Sample, log_probs: dict[str, Any] | None, reason: str | None, **more: object
 ) -> dict[str, Any]:
+    """Return a choice, whose text or message is in ``more``."""
     return {
         "index": sample.index,
-        "delta": delta,
         "logprobs": log_probs,
         "finish_reason": reason,
         "weight_version": sample.weight_version,
+        **more,
     }

@@ -274,11 +274,11 @@ class Engine:
         """Send each plan to the ranks of its replica; execute the plan of this rank's replica."""
         groups = self.model.groups
         for replica, plan in plans.items():
-            message: Integers | None = None
-            for pp, tp in product(range(self._num_lanes), range(groups.tp.size())):
-                if (rank := self._rank(dp=replica, pp=pp, tp=tp)) != self._channel.root:
-                    if message is None:
-                        message = np.concatenate([[_PLAN], plan.to_array()])
+            places = product(range(self._num_lanes), range(groups.tp.size()))
+            ranks = {self._rank(dp=replica, pp=pp, tp=tp) for pp, tp in places}
+            if others := ranks - {self._channel.root}:
+                message = np.concatenate([[_PLAN], plan.to_array()])
+                for rank in others:
                     self._channel.send(message, rank)
             self._flights[replica, lane] = plan, None
         if 0 in plans:

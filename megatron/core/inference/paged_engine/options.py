@@ -51,39 +51,31 @@ class EngineOptions:
 
     def problems(self) -> list[str]:
         """Return one sentence for each value that is out of range."""
-        out = []
-
-        def need(fits: bool, flag: str, value: object, what: str) -> None:
-            if not fits:
-                out.append(f"{flag} {value}: give {what}")
-
-        need(
-            self.buffer_bytes > 0,
-            f"{_BATCHING}-buffer-size-gb",
-            f"{self.buffer_bytes / 2**30:g}",
-            "a number above 0",
-        )
+        gigabytes = self.buffer_bytes / 2**30
         factor = self.overflow_factor
         fraction = self.guaranteed_fraction
-        is_factor = 0 < factor < math.inf
-        need(is_factor, f"{_BATCHING}-buffer-overflow-factor", factor, "a number above 0")
-        is_fraction = 0 <= fraction <= 1
-        need(is_fraction, f"{_BATCHING}-buffer-guaranteed-fraction", fraction, "a number, 0 to 1")
-        for flag, value, least in (
-            (f"{_BATCHING}-chunk-size", self.page_size, 1),
-            (
-                f"--inference-max-requests (or {_BATCHING}-max-requests-override)",
+        counts = {
+            f"{_BATCHING}-chunk-size": (self.page_size, 1),
+            f"--inference-max-requests (or {_BATCHING}-max-requests-override)": (
                 self.max_requests,
                 1,
             ),
-            (f"{_BATCHING}-max-tokens-override", self.max_step_tokens, 1),
-            ("--inference-max-seq-length", self.max_sequence_length, 1),
-            ("--inference-max-waiting-requests", self.max_waiting, 1),
-            ("--inference-num-draft-tokens", self.num_draft_tokens, 0),
-            (f"{_BATCHING}-num-cuda-graphs", self.num_cuda_graphs, -1),
-        ):
-            need(value is None or value >= least, flag, value, f"{least} or more")
-        return out
+            f"{_BATCHING}-max-tokens-override": (self.max_step_tokens, 1),
+            "--inference-max-seq-length": (self.max_sequence_length, 1),
+            "--inference-max-waiting-requests": (self.max_waiting, 1),
+            "--inference-num-draft-tokens": (self.num_draft_tokens, 0),
+            f"{_BATCHING}-num-cuda-graphs": (self.num_cuda_graphs, -1),
+        }
+        checks = [
+            (gigabytes > 0, f"buffer-size-gb {gigabytes:g}", "a number above 0"),
+            (0 < factor < math.inf, f"buffer-overflow-factor {factor}", "a number above 0"),
+            (0 <= fraction <= 1, f"buffer-guaranteed-fraction {fraction}", "a number, 0 to 1"),
+        ]
+        return [f"{_BATCHING}-{shown}: give {what}" for fits, shown, what in checks if not fits] + [
+            f"{flag} {value}: give {least} or more"
+            for flag, (value, least) in counts.items()
+            if value is not None and value < least
+        ]
 
     def num_draft_layers(self, num_mtp_layers: int) -> int:
         """Return how many of a model's MTP layers draft.

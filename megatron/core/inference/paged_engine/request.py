@@ -113,10 +113,10 @@ class Request:
     """One sequence to generate; the engine fills ``output``.
 
     ``prompt``: token ids, of the decoder; ``source``: token ids for an encoder.  ``images``: those
-    whose ids the prompt has.  ``grammar``: a constraint as its kind ("json_schema", "regex",
-    "lark", "choice") and its text; ``matcher`` follows it.  ``fork_of``: id of a request that was
-    added before with the same prompt, whose pages this one shares as soon as they hold the prompt.
-    ``beam``: search instead of sampling.
+    whose ids the prompt has.  ``grammar``: a constraint as its kind ("json_schema", "regex")
+    and its text; ``matcher`` follows it.  ``fork_of``: id of a request that was added before with
+    the same prompt, whose pages this one shares as soon as they hold the prompt.  ``beam``: search
+    instead of sampling.
     """
 
     request_id: str

@@ -65,12 +65,9 @@ class CollectiveEngine(Engine):
         self.unfinished.add(request.request_id)
 
     def abort(self, request_id: str) -> bool:
-        """End a request without further output; return whether it was there."""
-        if self._is_root:
-            super().abort(request_id)
-        was_there = request_id in self.unfinished
+        """End a request without further output; return, on the root, whether it was there."""
         self.unfinished.discard(request_id)
-        return was_there
+        return self._is_root and super().abort(request_id)
 
     def advance(self, *, to_end: bool) -> list[tuple[RequestOutput, float]]:
         """Run one step of each lane, or all requests ``to_end``.

@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 from megatron.core.config.errors import ConfigError, MegatronError
 from megatron.core.inference.paged_engine.engine import EngineOptions
 from megatron.core.inference.paged_engine.request import (
-    FinishReason,
     PromptImage,
     Request,
     RequestOutput,
@@ -55,43 +54,36 @@ class RunningRequest:
     """A request at an engine, whose outputs become its results.
 
     ``prompt``: the tokens that the generated ones follow.  ``eod``: ends a text without being a
-    part of it.
+    part of it.  ``outputs``: each with the seconds of its step.
     """
 
     request: InferenceRequest
-    params: SamplingParams
     tokenizer: Any
     prompt: list[int]
     eod: int | None
-    finish_reason: FinishReason | None = None
-    tokens: list[TokenOutput] = field(default_factory=list)
-    scores: tuple[TokenOutput, ...] = ()
-    seconds: list[float] = field(default_factory=list)
-
-    def record(self, output: RequestOutput, elapsed_s: float) -> None:
-        """Add the output of a step."""
-        self.tokens += output.new
-        self.seconds += [elapsed_s / max(len(output.new), 1)] * len(output.new)
-        self.scores = output.prompt_scores or self.scores
-        self.finish_reason = output.finish_reason or self.finish_reason
-        if isinstance(self.request, DynamicInferenceRequest):
-            self.request.generated_tokens += [token.token for token in output.new]
+    outputs: list[tuple[RequestOutput, float]] = field(default_factory=list)
 
     def write(self, request: InferenceRequest) -> InferenceRequest:
         """Set the results so far on the request, or on a copy of it; return it."""
-        if self.finish_reason is not None:
-            is_failed = self.finish_reason in ("error", "abort")
+        reason = self.outputs[-1][0].finish_reason
+        if reason is not None:
+            is_failed = reason in ("error", "abort")
             request.status = Status.FAILED if is_failed else Status.COMPLETED
-        params = self.params
-        new = self.tokens
+        params = request.sampling_params or SamplingParams()
+        new = [token for output, _ in self.outputs for token in output.new]
+        seconds = [s / len(output.new) for output, s in self.outputs for _ in output.new]
+        scores = [score for output, _ in self.outputs for score in output.prompt_scores]
+        every = [token.token for token in new]
         if new and new[-1].token == self.eod:
             new = new[:-1]
-        ids = [token.token for token in new]
-        if not isinstance(request, DynamicInferenceRequest):  # it has all tokens, EOD too
+        ids = every[: len(new)]
+        if isinstance(request, DynamicInferenceRequest):
+            request.generated_tokens = every
+        else:
             request.generated_tokens = torch.tensor(ids, dtype=torch.int64)
         request.generated_length = len(ids)
         request.generated_sequence_lengths = [len(ids)]
-        request.tpot = self.seconds[: len(ids)]
+        request.tpot = seconds[: len(ids)]
         before = self.prompt if request.encoder_prompt is None else []
         whole: str = self.tokenizer.detokenize(before + ids)
         request.generated_text = whole.removeprefix(self.tokenizer.detokenize(before))
@@ -100,12 +92,12 @@ class RunningRequest:
             request.segments = _token_texts(self.tokenizer, self.prompt + ids)
             request.generated_segments = request.segments[len(self.prompt) :]
         if params.return_log_probs:
-            request.prompt_log_probs = [token.log_prob for token in self.scores]
+            request.prompt_log_probs = [token.log_prob for token in scores]
             request.generated_log_probs = [token.log_prob for token in new]
         if params.top_n_logprobs:
             request.generated_top_n_logprobs = self._top(new)
             if params.return_prompt_top_n_logprobs:
-                request.prompt_top_n_logprobs = self._top(self.scores)
+                request.prompt_top_n_logprobs = self._top(scores)
         return request
 
     def _top(self, tokens: Iterable[TokenOutput]) -> list[dict[str, float]]:
@@ -188,9 +180,8 @@ class TextGenerationController:
         running: dict[str, RunningRequest] = {}
         try:
             for request in active_requests.values():
-                params = request.sampling_params or SamplingParams()
                 # From torch's generator, so that a script that seeds torch repeats its texts.
-                found = self.start(request, engine, params, lambda: int(torch.randint(2**62, ())))
+                found = self.start(request, engine, lambda: int(torch.randint(2**62, ())))
                 running[str(request.request_id)] = found
         except MegatronError:
             for name in running:
@@ -199,7 +190,7 @@ class TextGenerationController:
         while engine.unfinished:
             for output, elapsed_s in engine.advance(to_end=not streams):
                 found = running[output.request_id]
-                found.record(output, elapsed_s)
+                found.outputs.append((output, elapsed_s))
                 stream = streams.get(found.request.request_id)
                 if stream is not None and output.new:
                     stream.put(found.write(copy.copy(found.request)))
@@ -213,10 +204,10 @@ class TextGenerationController:
         self,
         request: InferenceRequest,
         engine: CollectiveEngine,
-        params: SamplingParams,
         draw_seed: Callable[[], int],
     ) -> RunningRequest:
-        """Queue a request at ``engine``; ``draw_seed`` gives a seed if ``params`` have none."""
+        """Queue a request at ``engine``; ``draw_seed`` gives a seed if the request has none."""
+        params = request.sampling_params or SamplingParams()
         if request.prompt_tokens is None:
             request.prompt_tokens = self.tokenize_prompt(request.prompt)
         prompt, images = self.prompt_rows(request)
@@ -234,7 +225,7 @@ class TextGenerationController:
         )
         engine.add(Request(str(request.request_id), prompt, asked, source=source, images=images))
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
-        return RunningRequest(request, params, self.tokenizer, text_of(prompt), engine.model.eod)
+        return RunningRequest(request, self.tokenizer, text_of(prompt), engine.model.eod)
 
     def prompt_rows(self, request: InferenceRequest) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Return the ids of a tokenized prompt, and its images: none."""
@@ -290,13 +281,11 @@ class TextGenerationController:
         if params.seed is None:
             params = replace(params, seed=int(torch.randint(2**62, ())))
         count, width = last_token_logits.shape
-        sampler = Sampler(count, vocab_size or width, last_token_logits.device)
-        for row in range(count):
-            sampler.admit(Admission(row, params.to_json()))
-        segments = [
-            idle_segment(row, 0, SAMPLE_ONLY)._replace(start=row - 1) for row in range(count)
-        ]
-        found = sampler.sample(last_token_logits, StepPlan(segments))
+        sampler = Sampler(1, vocab_size or width, last_token_logits.device)
+        sampler.admit(Admission(0, params.to_json()))
+        # Each row has the noise of another position.
+        rows = [idle_segment(0, 0, SAMPLE_ONLY)._replace(start=row - 1) for row in range(count)]
+        found = sampler.sample(last_token_logits, StepPlan(rows))
         tops = zip(found.top_tokens.tolist(), found.top_log_probs.tolist(), strict=True)
         for row, (tokens, log_probs) in enumerate(tops):
             has_started = generation_started is None or generation_started[row]

@@ -301,14 +301,13 @@ class DynamicInferenceEngine(AbstractEngine):
         active: list[DynamicInferenceRequest] = []
         finished: list[DynamicInferenceRequest] = []
         for request_id, count in self._waiting.items():
-            params = sampling_params
-            if count is not None:
-                params = replace(params, num_tokens_to_generate=count)
             request = self.requests[request_id]
-            request.sampling_params = params
+            request.sampling_params = sampling_params
+            if count is not None:
+                request.sampling_params = replace(sampling_params, num_tokens_to_generate=count)
             try:
                 self._running[str(request_id)] = self.controller.start(
-                    request, self._engine, params, lambda: self._seeds.getrandbits(62)
+                    request, self._engine, lambda: self._seeds.getrandbits(62)
                 )
             except RequestError as error:
                 request.status = Status.FAILED
@@ -317,14 +316,15 @@ class DynamicInferenceEngine(AbstractEngine):
         elapsed = 0.0
         for output, elapsed in self._engine.advance(to_end=False):
             running = self._running[output.request_id]
-            running.record(output, elapsed)
-            request_id = running.request.request_id
-            if running.finish_reason is None:
-                active.append(self.requests[request_id])
+            running.outputs.append((output, elapsed))
+            request = self.requests[running.request.request_id]
+            request.generated_tokens += [token.token for token in output.new]
+            if output.finish_reason is None:
+                active.append(request)
             else:
-                running.write(running.request)
+                running.write(request)
                 del self._running[output.request_id]
-                finished.append(self._finish(request_id))
+                finished.append(self._finish(request.request_id))
         if verbose:
             print(f"step: {len(active)} active, {len(finished)} finished, {elapsed:.6f} s")
         return active, finished, elapsed
