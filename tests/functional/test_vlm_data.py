@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.training.tokenizer.multimodal_tokenizer import qwen2p0_custom_template
-from tests.support import selection, tolerances
+from tests.support import tolerances
 from tests.support.ranks import run_ranks
 from tests.support.runs import TINY, losses, refusal, run_gpt
 from tests.support.tokenizer_files import write_bpe
@@ -111,29 +111,6 @@ def test_a_run_goes_on_with_another_number_of_data_parallel_ranks(
     first = run_gpt(tmp_path / "a", *flags, *stop, base=base_flags())
     rest = run_gpt(tmp_path / "b", *flags, "--load", saved, base=base_flags(), world_size=4)
     same(losses(first) + losses(rest), whole)
-
-
-@pytest.mark.feature("Vision: --balance-image-tiles gives data-parallel ranks equal encoder work")
-@pytest.mark.parametrize(
-    "packing", selection.first(1, ["--use-packed-sequence --decoder-seq-length 80", ""])
-)
-def test_balanced_ranks_have_the_same_losses(
-    tmp_path: Path, flags: list[str], packing: str
-) -> None:
-    given = [*flags, *packing.split(), "--micro-batch-size", "1"]
-    wanted = losses(run_gpt(tmp_path / "one", *given, base=base_flags()))
-    given.append("--balance-image-tiles")
-    stop = ["--exit-interval", "2", "--save", str(tmp_path / "ck")]
-    found = losses(run_gpt(tmp_path / "two", *given, *stop, base=base_flags(), world_size=2))
-    load = ["--load", str(tmp_path / "ck")]
-    found += losses(run_gpt(tmp_path / "four", *given, *load, base=base_flags(), world_size=4))
-    same(found, wanted)
-
-
-def test_tiles_that_are_not_counted_cannot_be_balanced(flags: list[str]) -> None:
-    given = [*base_flags(), *flags, "--balance-image-tiles", "--dataloader-type", "cyclic"]
-    (said,) = run_ranks(refusal, 1, given)
-    assert "--balance-image-tiles with --dataloader-type cyclic: global batches of one size" in said
 
 
 def test_tile_tags_are_text(tmp_path: Path, flags: list[str]) -> None:

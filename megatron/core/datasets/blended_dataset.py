@@ -6,7 +6,6 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -84,11 +83,6 @@ class BlendedDataset(torch.utils.data.Dataset[Sample]):
         dataset_id = int(self.dataset_index[idx])
         sample = self.datasets[dataset_id][int(self.dataset_sample_index[idx])]
         return {"dataset_id": dataset_id, **sample}
-
-    def num_tiles(self, idx: int) -> int:
-        """Return the number of tiles of a sample's images, for data sets that count them."""
-        dataset: Any = self.datasets[int(self.dataset_index[idx])]
-        return int(dataset.num_tiles(int(self.dataset_sample_index[idx])))
 
     def _check_supply(self) -> None:
         taken = np.zeros(len(self.datasets), np.int64)

@@ -57,7 +57,6 @@ class ImageTextDatasetConfig(ReplacedSamplesConfig):
     embeddings_per_tile: int = 1
     decoder_sequence_length: int | None = None
     packs_samples: bool = False  # several in one row
-    counts_tiles: bool = False  # of every sample, for `num_tiles`
     use_tile_tags: bool = False  # NVLM: each tile is a token of its own, after a text like <tile_1>
     caption_prompt: str = ""  # question before a caption
     caption_prompts: tuple[str, ...] = ()  # several, of which the name of a sample chooses one
@@ -119,26 +118,15 @@ class ImageTextDataset(ReplacedSamples):
         super().__init__(shards, dataset_path, indices, num_samples, index_split, config)
         self._image_id = int(config.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
         self._rows: RowPlan | None = None
-        self._lengths = np.empty((0, 3), np.int64)
-        if config.packs_samples or config.counts_tiles:
-            self._lengths = self._all_lengths()
         if config.packs_samples:
             positions = config.decoder_sequence_length or config.sequence_length
             limits = config.sequence_length, positions
-            self._rows = RowPlan(self._lengths[indices, :2], limits, self._order.seed)
+            self._rows = RowPlan(self._all_lengths()[indices], limits, self._order.seed)
 
     def __len__(self) -> int:
         if self._rows is not None and self.num_samples is None:
             return self._rows.num_rows(0)
         return super().__len__()
-
-    def num_tiles(self, idx: int) -> int:
-        """Return the number of tiles, or blocks of patches, of the images of a sample or row.
-
-        Needs ``counts_tiles``.  A sample that replaces a broken one counts as none.
-        """
-        places = [self._order[idx]] if self._rows is None else self._rows[idx]
-        return int(self._lengths[self.indices[places], 2].sum())
 
     @staticmethod
     def build_low_level_dataset(
@@ -166,7 +154,7 @@ class ImageTextDataset(ReplacedSamples):
         return pack_samples(found, self.config.sequence_length, self.config.tokenizer.pad)
 
     def _all_lengths(self) -> np.ndarray:
-        """Return tokens, positions and tiles of all samples, 0 for unusable ones: [n, 3]."""
+        """Return tokens and positions of all samples, 0 for unusable ones: [n, 2]."""
         config = self.config
         description = describe(
             OrderedDict(
@@ -191,10 +179,10 @@ class ImageTextDataset(ReplacedSamples):
             ("lengths",),
             lambda: [np.array([self._lengths_of(i) for i in range(len(self.dataset))], np.int64)],
         )
-        return lengths
+        return lengths[:, :2]  # earlier releases counted tiles too
 
-    def _lengths_of(self, element: int) -> tuple[int, int, int]:
-        """Return tokens, positions and tiles of a sample, 0 if it cannot be used."""
+    def _lengths_of(self, element: int) -> tuple[int, int]:
+        """Return tokens and positions of a sample, 0 if it cannot be used."""
         name, content = self._content(element)
         try:
             ids, target = self._tokens(content)
@@ -204,9 +192,8 @@ class ImageTextDataset(ReplacedSamples):
             laid = self._laid_out(ids, target, sizes)
         except DataError as error:
             self._report(element, name, error)
-            return 0, 0, 0
-        kept = slice(laid.end)
-        return laid.end, int(laid.positions[kept].sum()), int(laid.tiles[kept].sum())
+            return 0, 0
+        return laid.end, int(laid.positions[: laid.end].sum())
 
     def _laid_out(
         self, ids: np.ndarray, target: np.ndarray, sizes: Sequence[tuple[int, int]]

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -86,44 +86,6 @@ class MegatronPretrainingSampler(_Sampler):
             yield [i if i < self.total_samples else None for i in self.share(first)]
 
 
-@dataclass(eq=False, kw_only=True)
-class BalancedSampler(MegatronPretrainingSampler):
-    """MegatronPretrainingSampler that gives ranks about equal work in each global batch.
-
-    ``work(i)`` returns the work of sample i, in any unit.  A global batch of ``batch_samples``
-    samples keeps its micro-batches, and with them its loss; the sampler chooses the rank of each.
-    """
-
-    work: Callable[[int], int]
-    batch_samples: int
-
-    def __iter__(self) -> Iterator[Batch]:
-        size = self.micro_batch_size
-        for first in range(self.consumed_samples, self._stop, self.batch_samples):
-            starts = range(first, min(first + self.batch_samples, self._stop), size)
-            work = [sum(map(self.work, range(start, start + size))) for start in starts]
-            for number in balance_tasks(work, self.data_parallel_size)[self.data_parallel_rank]:
-                start = starts[number]
-                yield list(range(start, start + size))
-
-
-def balance_tasks(work: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Return the numbers of the tasks of each rank, equally many for each, in ascending order.
-
-    The largest task goes first, to the rank with the least work so far; ties go to the lower
-    number.
-    """
-    count, rest = divmod(len(work), num_ranks)
-    assert not rest, f"{len(work)} tasks for {num_ranks} ranks"
-    found: list[list[int]] = [[] for _ in range(num_ranks)]
-    sums = [0] * num_ranks
-    for task in sorted(range(len(work)), key=lambda i: (-work[i], i)):
-        rank = min((r for r in range(num_ranks) if len(found[r]) < count), key=lambda r: sums[r])
-        found[rank].append(task)
-        sums[rank] += work[task]
-    return [sorted(tasks) for tasks in found]
-
-
 class MegatronPretrainingRandomSampler(_Sampler):
     """Sampler for --dataloader-type cyclic: endless epochs, each in a different random order.
 
@@ -154,9 +116,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
 class DataLoaderConfig:
     """Settings of the data loader of one rank.
 
-    ``joined``: names of tensors whose samples have different numbers of rows.  With
-    ``balanced_batch`` samples of a global batch, ranks get about equal numbers of tiles of images,
-    of which the data set has ``num_tiles(i)`` in sample i.
+    ``joined``: names of tensors whose samples have different numbers of rows.
     """
 
     micro_batch_size: int
@@ -169,7 +129,6 @@ class DataLoaderConfig:
     drop_last: bool = True
     pad_to_samples: int | None = None
     joined: tuple[str, ...] = ()
-    balanced_batch: int | None = None
 
 
 def build_data_loader(dataset: Any, consumed_samples: int, config: DataLoaderConfig) -> Any:
@@ -188,11 +147,7 @@ def build_data_loader(dataset: Any, consumed_samples: int, config: DataLoaderCon
         config.data_parallel_size,
     )
     sampler: _Sampler
-    if config.balanced_batch is not None:
-        sampler = BalancedSampler(
-            *share, work=dataset.num_tiles, batch_samples=config.balanced_batch
-        )
-    elif config.dataloader_type == "single":
+    if config.dataloader_type == "single":
         sampler = MegatronPretrainingSampler(*share, config.drop_last, config.pad_to_samples)
     else:
         sampler = MegatronPretrainingRandomSampler(dataset, *share, seed=config.seed)

@@ -138,9 +138,8 @@ class VisionConfig:
     )
     balance_image_tiles: bool = _vision(
         False,
-        "Choose the data-parallel rank of each micro-batch of a global batch so that ranks encode "
-        "about equal numbers of tiles; the samples of a micro-batch stay the same. Needs shards of "
-        "images and text, whose tiles are counted once, and --dataloader-type single.",
+        "Let data-parallel ranks encode about equal numbers of tiles.",
+        ignored="--use-packed-sequence gives ranks rows of about equal length",
     )
     language_model_type: str | None = _vision(
         None,

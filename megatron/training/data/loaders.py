@@ -113,8 +113,7 @@ def build_data(run: RunContext, provider: Provider) -> TrainingData:
         return _external(run, train, valid, test)
     train_data: Any = None
     if not run.config.validation.skip_train and not run.finished():
-        balances = run.config.vision.balance_image_tiles
-        loader = make_loader(run, train, run.state.consumed_train_samples, balances=balances)
+        loader = make_loader(run, train, run.state.consumed_train_samples)
         train_data = chunk_iterators(run, loader)
     sets = list(valid) if isinstance(valid, list | tuple) else [valid]
     evaluates = run.config.validation.eval_iters > 0 or run.config.validation.full_validation
@@ -196,17 +195,14 @@ def make_loader(
     consumed: int,
     *,
     whole: bool = False,
-    balances: bool = False,
 ) -> Any:
     """Return the loader of this data-parallel rank from sample ``consumed`` on; None without data.
 
     ``whole`` also reads the last, incomplete global batch, padded with samples without loss.
-    ``balances``: ranks get about equal numbers of tiles of images.
     """
     if dataset is None:
         return None
     config, dp = run.config, run.groups.dp
-    batch = run.batches.full_global_batch_size
     return build_data_loader(
         dataset,
         consumed,
@@ -219,9 +215,8 @@ def make_loader(
             pin_memory=device.is_cuda(),
             seed=config.training.seed,
             drop_last=not whole,
-            pad_to_samples=batch if whole else None,
+            pad_to_samples=run.batches.full_global_batch_size if whole else None,
             joined=joined_tensors(run),
-            balanced_batch=batch if balances else None,
         ),
     )
 

@@ -106,7 +106,6 @@ def _image_text_config(config: RunConfig, **common: Any) -> ImageTextDatasetConf
         decoder_sequence_length=vision.row_length,
         use_tile_tags=vision.use_tile_tags,
         packs_samples=vision.use_packed_sequence,
-        counts_tiles=vision.balance_image_tiles,
         caption_prompt=vision.caption_prompt,
         caption_prompts=() if vision.prompt_path is None else read_prompts(vision.prompt_path),
         weighs_answers=vision.use_loss_scaling,

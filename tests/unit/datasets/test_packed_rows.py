@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.core.config.errors import DataError
-from megatron.core.datasets.images import ImageSettings, decode_image, size_of_image
+from megatron.core.datasets.images import decode_image, size_of_image
 from megatron.core.datasets.packing import RowPlan
 from tests.unit.datasets.test_image_text_dataset import dataset, png
 from tests.unit.datasets.test_tar_shards import write_tar
@@ -98,21 +98,3 @@ def test_the_size_of_an_image_is_that_of_its_orientation(turn: int) -> None:
     assert size_of_image(file.getvalue(), "a") == decode_image(file.getvalue(), "a").size
     with pytest.raises(DataError, match="a: no image that can be decoded"):
         size_of_image(b"nothing", "a")
-
-
-@pytest.mark.parametrize("packs", [False, True])
-def test_tiles_are_counted_before_they_are_read(tmp_path: Path, packs: bool) -> None:
-    tiled = ImageSettings(img_h=4, img_w=4, tiling="dynamic", max_num_tiles=4, use_thumbnail=True)
-    files = [
-        ("a.txt", b"one two three"),
-        ("b.txt", b"four"),
-        ("b.png", png(seed=1)),
-        ("c.txt", b"five six"),
-        ("c.png", png(width=16, seed=2)),
-    ]
-    path = write_tar(tmp_path / "tiles.tar", files)
-    more = {"packs_samples": packs, "counts_tiles": True, "images": tiled, "sequence_length": 16}
-    samples = dataset(path, 9, **more)
-    found = [samples.num_tiles(number) for number in range(9)]
-    assert found == [len(samples[number]["images"]) for number in range(9)]
-    assert len(set(found)) > 1

@@ -11,11 +11,9 @@ import torch
 
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.samplers import (
-    BalancedSampler,
     DataLoaderConfig,
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
-    balance_tasks,
     build_data_loader,
 )
 
@@ -220,29 +218,3 @@ def test_reading_processes_end_at_once_with_their_rank() -> None:
     """A worker that does not receive the request to end is waited for until the time-out."""
     done = subprocess.run([sys.executable, "-c", _READS_AND_ENDS], check=False, timeout=60)
     assert done.returncode == 0
-
-
-def test_balanced_ranks_read_the_micro_batches_of_each_global_batch() -> None:
-    work = [i * 37 % 11 for i in range(64)]
-
-    def micro_batches(rank: int, size: int, consumed: int = 0) -> list[list[Any]]:
-        share = (64, consumed, 2, rank, size)
-        return list(BalancedSampler(*share, work=work.__getitem__, batch_samples=16))
-
-    plain = [list(range(i, i + 2)) for i in range(0, 64, 2)]
-    for size in (1, 2, 4):
-        ranks = [micro_batches(rank, size) for rank in range(size)]
-        steps = 8 // size  # micro-batches of a rank in a global batch
-        for batch in range(4):
-            parts = [rank[batch * steps : (batch + 1) * steps] for rank in ranks]
-            assert sorted(sum(parts, [])) == plain[8 * batch : 8 * (batch + 1)]
-            sums = [sum(work[i] for micro in part for i in micro) for part in parts]
-            assert max(sums) - min(sums) <= 11
-    assert micro_batches(1, 2, 32) == micro_batches(1, 2)[8:]
-
-
-def test_every_rank_gets_as_many_tasks_and_about_as_much_work() -> None:
-    work = [0, 13, 0, 1, 1, 13, 1, 1]
-    assert balance_tasks(work, 2) == [[0, 1, 3, 6], [2, 4, 5, 7]]
-    assert balance_tasks([5, 5, 5, 5], 4) == [[0], [1], [2], [3]]
-    assert balance_tasks([9, 1, 1, 1], 2) == [[0, 3], [1, 2]]

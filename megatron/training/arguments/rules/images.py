@@ -109,20 +109,6 @@ _ENCODER = where(
 _READER = where(
     lambda c: c.kind.reads_images,
     where(
-        "--balance-image-tiles",
-        {
-            "--balance-image-tiles with {found}: global batches of one size from image-text "
-            "shards can be balanced; leave one of the flags out": lambda c: [
-                *given("--mock-data --dataloader-type cyclic --dataloader-type external")(c),
-                *(
-                    flag
-                    for flag in ("--dataset-type", "--rampup-batch-size")
-                    if c.value(flag) is not None
-                ),
-            ],
-        },
-    ),
-    where(
         "--save",
         {
             "--ckpt-format {found}": lambda c: format_problem(c.ckpt_format),
