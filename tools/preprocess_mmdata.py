@@ -33,7 +33,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import get_bin_path, get_idx_path
 from megatron.training.arguments.tokenizer_flags import _add_tokenizer_args
 from megatron.training.preprocess.cli import run_tool, tokenizer_of
-from megatron.training.preprocess.workers import Progress
+from megatron.training.preprocess.encode import Progress
 from megatron.training.process.user_code import parse_tool_args
 from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.fingerprint import Fingerprint, check_eod

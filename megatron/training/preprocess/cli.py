@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron.core.config.errors import MegatronError
-from megatron.training.preprocess.documents import RecordFormat
-from megatron.training.preprocess.inputs import SAMPLE_BY
+from megatron.training.preprocess.documents import SEPARATORS, RecordFormat
 from megatron.training.process.exit_report import exit_code
 from megatron.training.tokenizer.base import MegatronTokenizer, TokenizerSpec
 from megatron.training.tokenizer.fast import BACKENDS
@@ -44,7 +43,7 @@ def add_format_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--sample-by",
-        choices=SAMPLE_BY,
+        choices=tuple(SEPARATORS),
         default="line",
         help="what a document is in text: a line, a paragraph (blank lines part them), a file",
     )

@@ -1,27 +1,239 @@
-"""Parse blocks of records into the texts of documents."""
+"""Split input files into blocks of complete records, and parse these into texts of documents.
+
+A record is a line, a paragraph or a file.  A block is a few megabytes of records.  For a plain file
+it is a range of bytes, which a worker reads itself; for a compressed file it holds the bytes.
+Parquet files are read as JSON lines, in batches from one row group after the other, so memory does
+not grow with the file; other binary files are refused.
+"""
 
 from __future__ import annotations
 
+import glob
+import gzip
 import json
+import os
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any, BinaryIO
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.training.preprocess.inputs import (
-    BLOCK_BYTES,
-    PARQUET,
-    SEPARATORS,
-    Block,
-    blocks,
-    find_inputs,
-    pieces,
-)
+from megatron.core.optional import require
 
+_HEAD_BYTES = 512
+_PARQUET = ".parquet"
+
+
+_ROWS_AT_ONCE = 64  # one dictionary entry may stand for all of them
+
+
+def json_lines(path: str) -> Iterator[tuple[bytes, int]]:
+    """Yield ``{"text": ..., ...}`` lines of a batch of rows, and the bytes read so far."""
+    wanted_by = f"--input {path} is a Parquet file"
+    arrow = require("pyarrow", wanted_by)
+    parquet = require("pyarrow.parquet", wanted_by)
+    num_rows, stored_bytes = 0, os.path.getsize(path)
+    try:
+        # Without threads: workers are forked while the file is open.
+        with parquet.ParquetFile(path, pre_buffer=False) as file:
+            schema = file.schema_arrow
+            columns = [field.name for field in schema if _is_text(field.type, arrow.types)]
+            if not columns:
+                raise DataError(
+                    f"--input {path} has no column of text or lists of text: its columns are "
+                    + ", ".join(f"{field.name} ({field.type})" for field in schema)
+                )
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns, use_threads=False):
+                rows = batch.to_pylist()
+                num_rows += len(rows)
+                lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                yield lines.encode(), stored_bytes * num_rows // file.metadata.num_rows
+    except MemoryError:
+        raise DataError(
+            f"{path}: {_ROWS_AT_ONCE} rows after row {num_rows} do not fit into memory: cut its "
+            "texts"
+        ) from None
+    except DataError:  # a ValueError too
+        raise
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(
+            f"{path} is damaged after row {num_rows}: {error}; copy it again"
+        ) from error
+
+
+def _is_text(kind: Any, types: ModuleType) -> bool:
+    if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind):
+        return _is_text(kind.value_type, types)
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
+_COMPRESSED = (".gz", ".zst")
+_STORED_BYTES = 1 << 14  # of zstandard, read from disk in one call: 4 may stand for 128 KiB
+
+
+def pieces(path: str, num_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the bytes of a file: decompressed as its name says, Parquet as JSON lines.
+
+    A piece has about ``num_bytes`` bytes; with it comes the position reached in the file on disk.
+    Raises DataError if the file is damaged.
+    """
+    errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+    with open(path, "rb") as raw:
+        if path.endswith(".gz"):
+            source = iter(partial(gzip.GzipFile(fileobj=raw).read, num_bytes), b"")
+        elif path.endswith(".zst"):
+            zstandard = require("zstandard", f"--input {path}")
+            errors = (*errors, zstandard.ZstdError)
+            source = _zstandard_pieces(raw, zstandard)
+        elif path.endswith(_PARQUET):
+            yield from json_lines(path)
+            return
+        else:
+            source = iter(partial(raw.read, num_bytes), b"")
+        try:
+            for piece in source:
+                yield piece, raw.tell()
+        except errors as error:
+            raise DataError(f"{path} is damaged: {error}; copy it again") from error
+
+
+def _zstandard_pieces(raw: BinaryIO, zstandard: ModuleType) -> Iterator[bytes]:
+    """Decompress frame by frame: zstandard's own reader accepts a truncated last frame."""
+    decompressor = zstandard.ZstdDecompressor()
+    frame = None  # None: between two frames
+    while stored := raw.read(_STORED_BYTES):
+        while stored:
+            frame = frame or decompressor.decompressobj()
+            yield frame.decompress(stored)
+            stored = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it ends inside a compressed frame")
+
+
+BLOCK_BYTES = 4 << 20
+_SMALLEST_BLOCK = 1 << 16
+_LARGEST_BLOCK = 1 << 30
+_WINDOW = 1 << 16  # bytes read in one call to find the end of a block
+LINE = re.compile(rb"\n")
+_PARAGRAPH = re.compile(rb"\n[ \t\r]*\n\s*")
+_PARAGRAPH_END = re.compile(_PARAGRAPH.pattern.decode())
+# --sample-by -> separator of records; without one a file is one record
+SEPARATORS = {"line": LINE, "paragraph": _PARAGRAPH, "document": None}
+_PIECE_BYTES = 1 << 22
 Text = str | list[str]  # a list: text already split into sentences
 
-_PARAGRAPH_END = re.compile(SEPARATORS["paragraph"].pattern.decode())
-_PIECE_BYTES = 1 << 22
+
+@dataclass(frozen=True)
+class Block:
+    """Complete records: decompressed bytes [start, end) of ``path``, in ``data`` if not None."""
+
+    path: str
+    start: int
+    end: int
+    stored_bytes: int  # its share of the file on disk
+    data: bytes | None = None
+
+    def read(self) -> bytes:
+        """Return the bytes of the block."""
+        if self.data is not None:
+            return self.data
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            return file.read(self.end - self.start)
+
+
+def find_inputs(pattern: str) -> list[str]:
+    """Return the sorted matches of ``pattern``.
+
+    Raises ConfigError if there are none, DataError if one is binary.
+    """
+    paths = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern))
+    paths = [path for path in paths if os.path.isfile(path)]
+    if not paths:
+        raise ConfigError(f"--input {pattern}: no such file; give a file or a quoted pattern")
+    for path in paths:
+        head, _ = next(pieces(path, _HEAD_BYTES), (b"", 0))
+        if b"\0" in head:
+            inside = f" inside {os.path.splitext(path)[1]}" if path.endswith(_COMPRESSED) else ""
+            raise DataError(
+                f"--input {path} is binary{inside} (it begins with {head[:8]!r}), not JSON lines "
+                "or text: extract or convert it; name gzip .gz, zstd .zst and Parquet .parquet"
+            )
+    return paths
+
+
+def block_bytes(paths: Sequence[str], num_workers: int) -> int:
+    """Return the block size: `BLOCK_BYTES`, or less so that every worker has several blocks."""
+    share = sum(map(os.path.getsize, paths)) // (4 * num_workers)
+    return max(_SMALLEST_BLOCK, min(BLOCK_BYTES, share))
+
+
+def blocks(
+    paths: Sequence[str], separator: re.Pattern[bytes] | None, num_bytes: int
+) -> Iterator[Block]:
+    """Yield the records of all files in order, in blocks of about ``num_bytes``."""
+    for path in paths:
+        if path.endswith((*_COMPRESSED, _PARQUET)):  # read from the beginning
+            yield from _blocks_of_stream(path, separator, num_bytes)
+            continue
+        start = 0
+        end = os.path.getsize(path)
+        with open(path, "rb", buffering=0) as file:
+            while start < end:
+                cut = _cut(file, separator, start + num_bytes, end)
+                _check_size(path, start, cut - start)
+                yield Block(path, start, cut, cut - start)
+                start = cut
+
+
+def _check_size(path: str, start: int, num_bytes: int) -> None:
+    """Raise DataError for a record that no worker can hold, or a file that decompresses to one."""
+    if num_bytes > _LARGEST_BLOCK:
+        raise DataError(
+            f"{path}: the record at byte {start} has more than {_LARGEST_BLOCK} bytes: write one "
+            "record per line, or cut the file"
+        )
+
+
+def _cut(file: BinaryIO, separator: re.Pattern[bytes] | None, at: int, end: int) -> int:
+    """Return the end of the first separator at or after ``at``, or ``end`` if none is before it."""
+    while separator is not None and at < end:
+        file.seek(at)
+        window = file.read(min(_WINDOW, end - at))
+        found = separator.search(window)
+        # A separator at the edge of the window may extend beyond it: search again from its start.
+        if found and (found.end() < len(window) or at + len(window) >= end):
+            return at + found.end()
+        at += max(found.start() if found and found.start() else len(window) - 1, 1)
+    return end
+
+
+def _blocks_of_stream(
+    path: str, separator: re.Pattern[bytes] | None, num_bytes: int
+) -> Iterator[Block]:
+    ready = bytearray()  # decompressed, not in a block yet
+    start, stored, wanted = 0, 0, num_bytes
+    for piece, position in pieces(path, num_bytes):
+        ready += piece
+        _check_size(path, start, len(ready))
+        if separator is None or len(ready) < wanted:
+            continue
+        if separator is LINE:
+            cut = ready.rfind(b"\n") + 1
+        else:  # the last separator may extend beyond what is here
+            ends = (found.end() for found in separator.finditer(ready))
+            cut = max((end for end in ends if end < len(ready)), default=0)
+        if cut:
+            yield Block(path, start, start + cut, position - stored, bytes(ready[:cut]))
+            del ready[:cut]
+            start, stored = start + cut, position
+        wanted = max(num_bytes, 2 * len(ready))  # do not search a long record again for each piece
+    if ready:
+        yield Block(path, start, start + len(ready), os.path.getsize(path) - stored, bytes(ready))
 
 
 class BadRecord(DataError):
@@ -52,9 +264,9 @@ class RecordFormat:
             return self.plain_text
         return path.removesuffix(".gz").removesuffix(".zst").endswith((".txt", ".text"))
 
-    def cut_by(self, path: str) -> str:
-        """Return the key of ``SEPARATORS`` that splits this file into records."""
-        return self.sample_by if self.is_plain(path) else "line"
+    def separator(self, path: str) -> re.Pattern[bytes] | None:
+        """Return the separator of this file's records; None: the file is one."""
+        return SEPARATORS[self.sample_by] if self.is_plain(path) else LINE
 
     def texts(self, block: Block) -> dict[str, list[Text]]:
         """Return the texts of the block's documents per key.  Raises BadRecord."""
@@ -95,10 +307,10 @@ class RecordFormat:
             newlines = data.count(b"\n", 0, error.start)
             raise BadRecord(block, newlines, f"no UTF-8: {error}") from error
         del data
-        cut_by = self.cut_by(block.path)
-        if cut_by == "document":
+        separator = self.separator(block.path)
+        if separator is None:
             yield 0, text
-        elif cut_by == "paragraph":
+        elif separator is _PARAGRAPH:
             yield from _paragraphs(text)
         else:
             for number, line in enumerate(text.removesuffix("\n").split("\n") if text else ()):
@@ -114,8 +326,7 @@ def read_documents(
     """Yield every block of the files that ``pattern`` matches, and its texts per key."""
     paths = find_inputs(pattern)
     check_one_kind(paths, record_format)
-    separator = SEPARATORS.get(record_format.cut_by(paths[0]))
-    for block in blocks(paths, separator, BLOCK_BYTES):
+    for block in blocks(paths, record_format.separator(paths[0]), BLOCK_BYTES):
         try:
             yield block, record_format.texts(block)
         except BadRecord as error:
@@ -130,7 +341,7 @@ def check_one_kind(paths: Sequence[str], record_format: RecordFormat) -> None:
             f"--input names plain text ({kinds[True]}) and JSON lines ({kinds[False]}); "
             "preprocess them apart, or say --input-format"
         )
-    wrong = next((path for path in paths if path.endswith(PARQUET)), None)
+    wrong = next((path for path in paths if path.endswith(_PARQUET)), None)
     if wrong and True in kinds:
         raise ConfigError(
             f"--input {wrong} is Parquet, not text: use --input-format jsonl and a file name that "

@@ -17,7 +17,6 @@ import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 
@@ -28,21 +27,23 @@ from megatron.core.datasets.index_cache import write_atomically
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import DType, get_bin_path, get_crc_path, get_idx_path
 from megatron.training.preprocess.documents import (
+    BLOCK_BYTES,
+    LINE,
     BadRecord,
     RecordFormat,
+    block_bytes,
+    blocks,
     check_one_kind,
+    find_inputs,
     flatten,
     locate,
 )
-from megatron.training.preprocess.encode import BlockEncoder, sentence_splitter
-from megatron.training.preprocess.inputs import (
-    BLOCK_BYTES,
-    SEPARATORS,
-    block_bytes,
-    blocks,
-    find_inputs,
+from megatron.training.preprocess.encode import (
+    BlockEncoder,
+    Progress,
+    WorkerPool,
+    sentence_splitter,
 )
-from megatron.training.preprocess.workers import Progress, WorkerPool
 from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.fast import TextEncoder, candidates, difference
 from megatron.training.tokenizer.fingerprint import Fingerprint, check_eod
@@ -119,25 +120,7 @@ def preprocess(options: PreprocessOptions, tokenizer: MegatronTokenizer) -> list
     """
     paths = find_inputs(options.input)
     check_one_kind(paths, options.record_format)
-    sample = _sample(paths, options.record_format)
-    for encoder in candidates(tokenizer, options.tokenizer_backend):
-        try:
-            return _preprocess_with(encoder, options, tokenizer, paths, sample)
-        except _OtherIds as found:
-            if options.tokenizer_backend != "auto":
-                flag = f"--tokenizer-backend {options.tokenizer_backend}"
-                raise ConfigError(f"{flag}: {found}; use auto or owner") from found
-            logger.warning("%s; it is switched off", found)
-    raise AssertionError("the owner comes last and is never refused")
-
-
-def _preprocess_with(
-    encoder: TextEncoder,
-    options: PreprocessOptions,
-    tokenizer: MegatronTokenizer,
-    paths: Sequence[str],
-    sample: Sequence[str],
-) -> list[str]:
+    encoder = _choose_encoder(options, tokenizer, _sample(paths, options.record_format))
     splitter = None
     if options.split_sentences:
         splitter = sentence_splitter(options.lang, options.keep_newlines)
@@ -150,26 +133,39 @@ def _preprocess_with(
         splitter=splitter,
     )
     _say(f"{encoder.name} encodes")
-    # Fork workers before the thread starts: they would inherit a lock that it holds.
-    with WorkerPool(block_encoder, options.workers) as pool, ThreadPoolExecutor(1) as thread:
-        different = thread.submit(difference, tokenizer, encoder, sample)
-        fingerprint = thread.submit(Fingerprint.of, tokenizer)
-        keys = options.record_format.json_keys
-        keys = keys[:1] if options.record_format.is_plain(paths[0]) else keys
-        run = _Run(options, paths, keys, pool, block_encoder.dtype, different, fingerprint)
+    keys = options.record_format.json_keys
+    keys = keys[:1] if options.record_format.is_plain(paths[0]) else keys
+    with WorkerPool(block_encoder, options.workers) as pool:
+        fingerprint = Fingerprint.of(tokenizer)
+        run = _Run(options, paths, keys, pool, block_encoder.dtype, fingerprint.sha256)
         try:
-            prefixes = run.partitioned() if options.partitions > 1 else run.whole()
+            prefixes = run.partitioned() if options.partitions > 1 else run.write(paths)
         except BadRecord as error:
             line = locate(error)
             raise DataError(f"{error.block.path}, line {line}: {error.reason}") from error
         for prefix in prefixes:
-            fingerprint.result().write(prefix)
+            fingerprint.write(prefix)
     return prefixes
+
+
+def _choose_encoder(
+    options: PreprocessOptions, tokenizer: MegatronTokenizer, sample: Sequence[str]
+) -> TextEncoder:
+    """Return the first encoder that gives the same ids as the tokenizer's own library."""
+    for encoder in candidates(tokenizer, options.tokenizer_backend):
+        found = difference(tokenizer, encoder, sample)
+        if found is None:
+            return encoder
+        if options.tokenizer_backend != "auto":
+            flag = f"--tokenizer-backend {options.tokenizer_backend}"
+            raise ConfigError(f"{flag}: {found}; use auto or owner")
+        logger.warning("%s; it is switched off", found)
+    raise AssertionError("the owner comes last and is never refused")
 
 
 def _sample(paths: Sequence[str], record_format: RecordFormat) -> list[str]:
     """Return the beginnings of the first documents."""
-    separator = SEPARATORS.get(record_format.cut_by(paths[0]))
+    separator = record_format.separator(paths[0])
     with contextlib.suppress(BadRecord, StopIteration):  # the worker that encodes it reports it
         texts = record_format.texts(next(blocks(paths, separator, _SAMPLE_BYTES)))
         found = [text[:_SAMPLE_BYTES] for key in texts for text in flatten(texts[key])[0]]
@@ -177,35 +173,21 @@ def _sample(paths: Sequence[str], record_format: RecordFormat) -> list[str]:
     return []
 
 
-class _OtherIds(Exception):
-    """The encoder in use gives different ids than the tokenizer's own library."""
-
-
 @dataclass(frozen=True)
 class _Run:
-    """State of one call of ``preprocess``.
-
-    A thread compares the ids of the encoder with its owner's (``different``) meanwhile.
-    """
+    """One call of ``preprocess``."""
 
     options: PreprocessOptions
     paths: Sequence[str]
     keys: Sequence[str]
     pool: WorkerPool
     dtype: type[np.integer]
-    different: Future[str | None]
-    fingerprint: Future[Fingerprint]
-
-    def whole(self) -> list[str]:
-        """Encode all input at once."""
-        outputs = {key: self.options.output(key) for key in self.keys}
-        self._write(self.paths, outputs)
-        return list(outputs.values())
+    tokenizer_hash: str
 
     def partitioned(self) -> list[str]:
         """Encode one partition after the other, then concatenate their files."""
         options = self.options
-        count = self.options.partitions
+        count = options.partitions
         manifest = Manifest(options.output_prefix + ".partitions.json", self._manifest_key())
         if manifest.finished:
             _say(f"partitions {sorted(manifest.finished)} are finished already")
@@ -246,17 +228,17 @@ class _Run:
 
     @property
     def _separator(self) -> re.Pattern[bytes] | None:
-        return SEPARATORS.get(self.options.record_format.cut_by(self.paths[0]))
+        return self.options.record_format.separator(self.paths[0])
 
     def _deal(self, outputs: Sequence[str]) -> None:
         """Write the records of every partition to its file."""
-        separator = b"\n" if self._separator is SEPARATORS["line"] else b"\n\n"
+        end = b"\n" if self._separator is LINE else b"\n\n"
         share = self._records_per_partition()
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(open(path + ".tmp", "wb")) for path in outputs]
             for number, record in enumerate(self._records(self.paths)):
                 file = files[number // share if share else number % len(files)]
-                file.write(record + separator)
+                file.write(record + end)
         for path in outputs:
             os.replace(path + ".tmp", path)
 
@@ -265,7 +247,7 @@ class _Run:
         assert separator is not None, "files that are records are not dealt"
         for block in blocks(paths, separator, BLOCK_BYTES):
             data = block.read()
-            if separator is SEPARATORS["line"]:
+            if separator is LINE:
                 yield from data.removesuffix(b"\n").split(b"\n")
             else:
                 yield from (record for record in separator.split(data) if record.strip())
@@ -277,11 +259,10 @@ class _Run:
         return -(-sum(1 for _ in self._records(self.paths)) // self.options.partitions)
 
     def _write_partition(self, partition: int, paths: Sequence[str]) -> None:
-        outputs = {key: self.options.output(key, partition) for key in self.keys}
         try:
-            self._write(paths, outputs)
+            self.write(paths, partition)
         except BadRecord as error:
-            if self._separator is not SEPARATORS["line"]:
+            if self._separator is not LINE:
                 raise
             dealt = locate(error) - 1  # records of this partition before the wrong one
             share = self._records_per_partition()
@@ -291,39 +272,31 @@ class _Run:
             path, line = next(islice(lines, number, None))
             raise DataError(f"{path}, line {line + 1}: {error.reason}") from error
 
-    def _write(self, paths: Sequence[str], outputs: Mapping[str, str]) -> None:
-        """Encode the files into one file pair per key."""
-        options = self.options
+    def write(self, paths: Sequence[str], partition: int | None = None) -> list[str]:
+        """Encode the files into one file pair per key, of one partition if given."""
+        outputs = {key: self.options.output(key, partition) for key in self.keys}
         builders = {
             key: IndexedDatasetBuilder(get_bin_path(prefix), self.dtype)
             for key, prefix in outputs.items()
         }
-        progress = Progress(sum(map(os.path.getsize, paths)), options.log_interval)
-        cut = blocks(paths, self._separator, block_bytes(paths, options.workers))
+        progress = Progress(sum(map(os.path.getsize, paths)), self.options.log_interval)
+        cut = blocks(paths, self._separator, block_bytes(paths, self.options.workers))
         for block in self.pool.map(cut):
             for key, texts in block.texts.items():
-                builders[key].add_documents(texts.tokens, texts.lengths, texts.num_sequences)
+                builders[key].add_documents(*texts)
             progress.add(block.num_documents, block.num_bytes, block.stored_bytes)
-            if self.different.done():
-                self._check_ids()
-        self._check_ids()
         for key, builder in builders.items():
             builder.finalize(get_idx_path(outputs[key]))
         progress.print()
-
-    def _check_ids(self) -> None:
-        if (found := self.different.result()) is not None:
-            raise _OtherIds(found)
+        return list(outputs.values())
 
     def _merge(self) -> list[str]:
-        prefixes = []
-        for key in self.keys:
-            prefix = self.options.output(key)
+        prefixes = [self.options.output(key) for key in self.keys]
+        for key, prefix in zip(self.keys, prefixes, strict=True):
             builder = IndexedDatasetBuilder(get_bin_path(prefix), self.dtype)
             for partition in range(self.options.partitions):
                 builder.add_index(self.options.output(key, partition))
             builder.finalize(get_idx_path(prefix))
-            prefixes.append(prefix)
         return prefixes
 
     def _manifest_key(self) -> dict[str, object]:
@@ -333,7 +306,7 @@ class _Run:
         options = asdict(self.options)
         return {
             "inputs": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
-            "tokenizer": self.fingerprint.result().sha256,
+            "tokenizer": self.tokenizer_hash,
             "dtype": np.dtype(self.dtype).name,
             **{name: value for name, value in options.items() if name not in without_effect},
         }

@@ -7,9 +7,10 @@ import random
 
 import pytest
 
-from megatron.training.preprocess.documents import RecordFormat
-from megatron.training.preprocess.inputs import (
+from megatron.training.preprocess.documents import (
+    LINE,
     SEPARATORS,
+    RecordFormat,
     blocks,
     pieces,
 )
@@ -30,7 +31,7 @@ def test_the_records_do_not_depend_on_the_size_of_blocks(tmp_path, sample_by, su
     for _ in range(30):
         data = random_text(rng).encode()
         path.write_bytes(gzip.compress(data) if suffix else data)
-        separator = SEPARATORS.get(sample_by)
+        separator = SEPARATORS[sample_by]
         whole = [block.read() for block in blocks([str(path)], separator, 1 << 20)]
         assert b"".join(whole) == data
         wanted = None
@@ -45,7 +46,7 @@ def test_the_records_do_not_depend_on_the_size_of_blocks(tmp_path, sample_by, su
 def test_the_bytes_on_disk_of_all_blocks_are_those_of_the_file(tmp_path):
     path = tmp_path / "in.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "x"}\n' * 50_000))
-    cut = list(blocks([str(path)], SEPARATORS["line"], 1000))
+    cut = list(blocks([str(path)], LINE, 1000))
     assert len(cut) > 100
     assert sum(block.stored_bytes for block in cut) == path.stat().st_size
 
@@ -65,7 +66,7 @@ def test_the_kind_of_a_file_is_in_the_name_below_its_compression():
     record_format = RecordFormat()
     assert record_format.is_plain("a.txt.zst")
     assert not record_format.is_plain("a.gz")
-    assert RecordFormat(plain_text=False).cut_by("a.txt") == "line"
+    assert RecordFormat(plain_text=False).separator("a.txt") is LINE
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ import pytest
 from megatron.core import optional
 from megatron.core.config.errors import ConfigError, DataError, MissingDependency
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.training.preprocess.documents import RecordFormat, read_documents
-from megatron.training.preprocess.inputs import find_inputs
+from megatron.training.preprocess.documents import RecordFormat, find_inputs, read_documents
 from tests.support.tokenizer_files import SPM_MODEL
 from tools import preprocess_data
 

@@ -15,9 +15,9 @@ import pytest
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.training.preprocess import inputs, run, workers
+from megatron.training.preprocess import documents, encode, run
+from megatron.training.preprocess.documents import Block, json_lines
 from megatron.training.preprocess.encode import BlockEncoder, EncodedBlock
-from megatron.training.preprocess.inputs import Block, json_lines
 from megatron.training.tokenizer import TokenBatch, TokenizerSpec, create_tokenizer, fast
 from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprint
 from tests.support.tokenizer_files import CORPUS, DATA, SPM_MODEL, corpus_texts, write_bpe
@@ -275,7 +275,7 @@ def test_a_compressed_file_that_is_cut_short_is_an_error(corpus_file, tmp_path, 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_a_record_that_no_worker_can_hold_is_refused(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr(inputs, "_LARGEST_BLOCK", 1 << 21)
+    monkeypatch.setattr(documents, "_LARGEST_BLOCK", 1 << 21)
     data = b'{"text": "a"}\n' + b" " * (1 << 23)
     if suffix == ".zst":
         data = pytest.importorskip("zstandard").compress(data)
@@ -370,10 +370,10 @@ def test_no_more_blocks_are_under_way_than_the_window_allows(monkeypatch):
             yield Block("x", start, start + 1, 1, b"x")
 
     encoder = BlockEncoder(None, None, np.uint16, 1, None, None)
-    with workers.WorkerPool(encoder, 2) as pool:
+    with encode.WorkerPool(encoder, 2) as pool:
         for given, result in enumerate(pool.map(blocks())):
             assert result.num_documents == given
-            assert len(taken) <= given + 2 * workers._WINDOW + 1
+            assert len(taken) <= given + 2 * encode._WINDOW + 1
     assert len(taken) == 200
 
 
