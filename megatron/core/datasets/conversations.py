@@ -21,11 +21,11 @@ import io
 import json
 import os
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, BinaryIO, TypeVar
+from functools import partial
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -40,32 +40,54 @@ _COMPRESSED = ".gz"
 _SHARE_OF_MEMORY = 4  # decompressed rows may take 1/4 of the free memory: a copy is made
 
 
-class Rows(ABC):
-    """Rows of a file, read when they are used.  ``data``: its bytes, if it is compressed."""
+class _Part(NamedTuple):
+    """Rows of one file: the number of each row's line or element, and a function that reads it."""
 
-    unit = "row"
+    path: str
+    unit: str
+    numbers: Sequence[int] | np.ndarray  # from 0
+    read: Callable[[int], object]  # raises DataError
 
-    def __init__(self, path: str, data: bytes | None = None) -> None:
-        self._path = path
-        self._data = data
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+class Rows:
+    """Rows of files in order, read when they are used."""
 
-    @abstractmethod
-    def __getitem__(self, i: int) -> Mapping[str, Any]: ...
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part.numbers) for part in parts]).tolist()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, i: int) -> Mapping[str, Any]:
+        part, at = self._place(i)
+        with error_at(self.where(i)):
+            return _check_object(part.read(at))
 
     def where(self, i: int) -> str:
         """Return file and line of a row, for error messages."""
-        return f"{self._path}, {self.unit} {i + 1}"
+        part, at = self._place(i)
+        return f"{part.path}, {part.unit} {part.numbers[at] + 1}"
 
     def versions(self) -> list[tuple[str, int, int]]:
         """Return path, size and time of change in ns of each file."""
-        status = os.stat(self._path)
-        return [(self._path, status.st_size, status.st_mtime_ns)]
+        found = ((part.path, os.stat(part.path)) for part in self._parts)
+        return [(path, status.st_size, status.st_mtime_ns) for path, status in found]
 
-    def _open(self) -> BinaryIO:
-        return open(self._path, "rb") if self._data is None else io.BytesIO(self._data)
+    def _place(self, i: int) -> tuple[_Part, int]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        part = bisect.bisect_right(self._ends, i)
+        return self._parts[part], i - (self._ends[part - 1] if part else 0)
+
+
+@contextmanager
+def error_at(where: str) -> Iterator[None]:
+    """Put ``where`` before the message of a DataError."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
 
 
 def open_rows(path: str) -> Rows:
@@ -74,7 +96,7 @@ def open_rows(path: str) -> Rows:
     A folder that `datasets.save_to_disk` wrote lists its files in state.json.  Raises DataError.
     """
     if not os.path.isdir(path):
-        return _open_file(path)
+        return Rows([_open_file(path)])
     state = os.path.join(path, "state.json")
     if os.path.isfile(state):
         names = _files_in(state)
@@ -84,14 +106,13 @@ def open_rows(path: str) -> Rows:
         raise DataError(
             f"{path} has no {', '.join(_READERS)} file; give a file, or the folder of one split"
         )
-    parts = [_open_file(os.path.join(path, name)) for name in names]
-    return parts[0] if len(parts) == 1 else _JoinedRows(parts)
+    return Rows([_open_file(os.path.join(path, name)) for name in names])
 
 
 def _files_in(state: str) -> list[str]:
     """Return the files that state.json of a folder of `datasets` lists.  Raises DataError."""
-    with open(state, "rb") as file:
-        content = _parse_json(file.read(), state, "save the dataset again")
+    with open(state, "rb") as file, error_at(state):
+        content = _parse_json(file.read(), "save the dataset again")
     try:
         return [os.path.basename(entry["filename"]) for entry in content["_data_files"]]
     except (KeyError, TypeError):
@@ -102,12 +123,9 @@ def _files_in(state: str) -> list[str]:
 
 def read_row(rows: Rows, i: int, of_row: Callable[[Mapping[str, Any]], T]) -> T:
     """Return the result of ``of_row`` for row ``i``.  Raises DataError with file and line."""
-    try:
-        return of_row(rows[i])
-    except DataError as error:
-        where = rows.where(i)
-        known = str(error)
-        raise DataError(known if known.startswith(where) else f"{where}: {known}") from None
+    row = rows[i]
+    with error_at(rows.where(i)):
+        return of_row(row)
 
 
 def read_all(rows: Rows, of_row: Callable[[Mapping[str, Any]], T], unit: str) -> list[T]:
@@ -134,7 +152,7 @@ def keys_of(row: Mapping[str, Any]) -> str:
     return ", ".join(key for key, value in row.items() if value is not None) or "nothing"
 
 
-def _open_file(path: str) -> Rows:
+def _open_file(path: str) -> _Part:
     if not os.path.isfile(path):
         raise DataError(f"{path} does not exist; give a jsonl or parquet file, or a folder of them")
     extension = _extension(path)
@@ -147,13 +165,37 @@ def _extension(path: str) -> str:
     return os.path.splitext(path.removesuffix(_COMPRESSED))[1]
 
 
-def _open_json(path: str) -> Rows:
+def _open_json(path: str) -> _Part:
     """Return the rows of a file of JSON: a list of objects, or one object per line."""
-    rows = _JsonLines(path, _decompress(path) if path.endswith(_COMPRESSED) else None)
-    with rows._open() as file:
+    data = _decompress(path) if path.endswith(_COMPRESSED) else None
+    with _open(path, data) as file:
         head = file.read(_BLOCK)
-    is_list = head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    return _JsonList(path, rows._data) if is_list else rows
+        if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            with error_at(path):
+                rows = _parse_json(
+                    head + file.read(), "write one list of objects, or one object per line"
+                )
+            return _Part(path, "element", range(len(rows)), rows.__getitem__)
+        file.seek(0)
+        # Negative: a blank line, which is no row.  One number per line, as a file may have many.
+        sizes = (-len(line) if line.isspace() else len(line) for line in file)
+        signed = np.fromiter(sizes, np.int64)
+    ends = np.abs(signed).cumsum()
+    numbers = np.flatnonzero(signed > 0)
+    bounds = np.stack([ends[numbers] - signed[numbers], ends[numbers]], axis=1)
+    return _Part(path, "line", numbers, partial(_read_line, path, data, bounds))
+
+
+def _open(path: str, data: bytes | None) -> BinaryIO:
+    """Open a file; ``data``: its bytes if it is compressed."""
+    return open(path, "rb") if data is None else io.BytesIO(data)
+
+
+def _read_line(path: str, data: bytes | None, bounds: np.ndarray, i: int) -> object:
+    start, end = bounds[i].tolist()
+    with _open(path, data) as file:
+        file.seek(start)
+        return _parse_json(file.read(end - start), "write one object per line")
 
 
 def _decompress(path: str) -> bytes:
@@ -173,151 +215,65 @@ def _decompress(path: str) -> bytes:
     return bytes(found)
 
 
-class _JsonLines(Rows):
-    """Lines of a jsonl file; blank ones are skipped."""
-
-    unit = "line"
-
-    @cached_property
-    def _lines(self) -> np.ndarray:
-        """Number of each row's line, from 0, and where it begins and ends in the file [rows, 3]."""
-        with self._open() as file:
-            # Negative: a blank line.  One number per line, as a file may have very many.
-            sizes = (-len(line) if line.isspace() else len(line) for line in file)
-            signed = np.fromiter(sizes, np.int64)
-        ends = np.abs(signed).cumsum()
-        numbers = np.flatnonzero(signed > 0)
-        return np.stack([numbers, ends[numbers] - signed[numbers], ends[numbers]], axis=1)
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, i: int) -> Mapping[str, Any]:
-        _, start, end = self._lines[i].tolist()
-        with self._open() as file:
-            file.seek(start)
-            line = file.read(end - start)
-        return parse_object(line, self.where(i), "write one object per line")
-
-    def where(self, i: int) -> str:
-        """Return file and line."""
-        return super().where(self._lines[i, 0])
-
-
-class _JsonList(Rows):
-    """Elements of a file that is one JSON list, in host memory."""
-
-    unit = "element"
-
-    @cached_property
-    def _rows(self) -> list[Any]:
-        with self._open() as file:
-            data = file.read()
-        self._data = None
-        fix = "write one list of objects, or one object per line"
-        rows: list[Any] = _parse_json(data, self._path, fix)
-        return rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, i: int) -> Mapping[str, Any]:
-        return _check_object(self._rows[i], self.where(i))
-
-
-def parse_object(data: bytes, where: str, fix: str) -> Mapping[str, Any]:
+def parse_object(data: bytes, fix: str) -> Mapping[str, Any]:
     """Return the object of JSON text.  Raises DataError."""
-    return _check_object(_parse_json(data, where, fix), where)
+    return _check_object(_parse_json(data, fix))
 
 
-def _parse_json(data: bytes, where: str, fix: str) -> Any:
+def _parse_json(data: bytes, fix: str) -> Any:
     try:
         value = json.loads(data.decode("utf-8-sig"))
         if b"\\ud" in data.lower():  # half a pair of surrogates is not a character
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: half of a character: {error}; remove it") from None
+        raise DataError(f"half of a character: {error}; remove it") from None
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where}: it is no UTF-8 text: {error}; save it as UTF-8 (compressed: name it .gz)"
+            f"it is no UTF-8 text: {error}; save it as UTF-8 (compressed: name it .gz)"
         ) from None
     except (ValueError, RecursionError, MemoryError) as error:
         reason = repr(error)
         if isinstance(error, json.JSONDecodeError):  # whose text counts lines of this value
             reason = f"{error.msg} at character {error.pos + 1}"
-        raise DataError(f"{where}: it is no JSON: {reason}; {fix}") from None
+        raise DataError(f"it is no JSON: {reason}; {fix}") from None
     return value
 
 
-def _check_object(value: object, where: str) -> Mapping[str, Any]:
+def _check_object(value: object) -> Mapping[str, Any]:
     if isinstance(value, dict):
         return value
-    raise DataError(f"{where}: it is {value!r:.60}, not an object")
+    raise DataError(f"it is {value!r:.60}, not an object")
 
 
-class _Table(Rows):
-    """Rows of a parquet or Arrow file, whose columns stay in the memory map if they can."""
-
-    @cached_property
-    def _table(self) -> Any:
-        pyarrow = require("pyarrow", self._path)
-        try:
-            if self._path.endswith(".parquet"):
-                return require("pyarrow.parquet", self._path).read_table(self._path)
-            source = pyarrow.memory_map(self._path)
-            table = require("pyarrow.ipc", self._path).open_stream(source).read_all()
+def _open_table(path: str) -> _Part:
+    """Return the rows of a parquet or Arrow file, whose columns stay in the memory map."""
+    pyarrow = require("pyarrow", path)
+    try:
+        if path.endswith(".parquet"):
+            table = require("pyarrow.parquet", path).read_table(path)
+        else:
+            source = pyarrow.memory_map(path)
+            table = require("pyarrow.ipc", path).open_stream(source).read_all()
             table.validate(full=True)  # offsets beyond the file would end the process
-            return table
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{self._path} cannot be read: {error}; write it again") from None
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __getitem__(self, i: int) -> Mapping[str, Any]:
-        try:
-            row: Mapping[str, Any] = self._table.slice(i, 1).to_pylist()[0]
-        except (ArithmeticError, LookupError, ValueError) as error:
-            # A text that is no UTF-8, or a date in the year 10**9.
-            raise DataError(
-                f"{self.where(i)}: a value has no meaning: {error}; correct it"
-            ) from None
-        return {key: value for key, value in row.items() if value is not None}
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {error}; write it again") from None
+    return _Part(path, "row", range(table.num_rows), partial(_row_of_table, table))
 
 
-class _JoinedRows(Rows):
-    """Rows of several files, in order."""
-
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        self._parts = parts
-        self._ends = np.cumsum([len(part) for part in parts]).tolist()
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, i: int) -> Mapping[str, Any]:
-        part, at = self._place(i)
-        return part[at]
-
-    def where(self, i: int) -> str:
-        """Return file and line."""
-        part, at = self._place(i)
-        return part.where(at)
-
-    def versions(self) -> list[tuple[str, int, int]]:
-        """Return path, size and time of change of each file."""
-        return [version for part in self._parts for version in part.versions()]
-
-    def _place(self, i: int) -> tuple[Rows, int]:
-        part = bisect.bisect_right(self._ends, i)
-        return self._parts[part], i - (self._ends[part - 1] if part else 0)
+def _row_of_table(table: Any, i: int) -> object:
+    try:
+        row: Mapping[str, Any] = table.slice(i, 1).to_pylist()[0]
+    except (ArithmeticError, LookupError, ValueError) as error:
+        # A text that is no UTF-8, or a date in the year 10**9.
+        raise DataError(f"a value has no meaning: {error}; correct it") from None
+    return {key: value for key, value in row.items() if value is not None}
 
 
-_READERS: Mapping[str, Callable[[str], Rows]] = {
+_READERS: Mapping[str, Callable[[str], _Part]] = {
     ".jsonl": _open_json,
     ".json": _open_json,
-    ".parquet": _Table,
-    ".arrow": _Table,
+    ".parquet": _open_table,
+    ".arrow": _open_table,
 }
 
 
@@ -423,14 +379,13 @@ def messages_of(found: object, name: str, *, with_images: bool = False) -> tuple
     if not isinstance(found, list) or not found:
         raise DataError(f"{name} is {found!r:.60}; it must be a list of messages")
     if with_images:
-        found = [part for message in found for part in _question_and_answer(message)]
+        pair = "user", "assistant"
+        parts: list[object] = []
+        for message in found:
+            is_pair = isinstance(message, Mapping) and message.keys() >= {*pair}
+            parts += [{"role": r, "content": message[r]} for r in pair] if is_pair else [message]
+        found = parts
     return tuple(_message(i, message, with_images) for i, message in enumerate(found))
-
-
-def _question_and_answer(message: object) -> Sequence[object]:
-    if isinstance(message, Mapping) and message.keys() >= {"user", "assistant"}:
-        return [{"role": role, "content": message[role]} for role in ("user", "assistant")]
-    return [message]
 
 
 def sharegpt_messages(row: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -462,8 +417,14 @@ def _message(i: int, message: object, with_images: bool = False) -> Message:
     for key in ("content", "reasoning_content"):
         if filled.get(key) is not None and not isinstance(filled[key], str):
             raise DataError(f"the {key} of message {i} is {filled[key]!r:.60}; it must be a text")
-    if calls := filled.get("tool_calls"):
-        _check_calls(i, calls)
+    calls = filled.get("tool_calls") or []
+    listed = calls if isinstance(calls, list) else [None]
+    functions = [c.get("function", c) if isinstance(c, Mapping) else c for c in listed]
+    if not all(isinstance(f, Mapping) and isinstance(f.get("name"), str) for f in functions):
+        raise DataError(
+            f"the tool_calls of message {i} are {calls!r:.60}; they must be a list of "
+            '{"function": {"name": ..., "arguments": ...}}'
+        )
     return filled
 
 
@@ -478,17 +439,6 @@ def _text_of_part(i: int, part: Any, with_images: bool) -> str:
         f"a part of message {i} is {part!r:.60}; parts must be texts "
         '({"type": "text", "text": ...}); pretrain_vlm.py trains on images'
     )
-
-
-def _check_calls(i: int, calls: Any) -> None:
-    """Check the calls of functions of message ``i``.  Raises DataError."""
-    listed = calls if isinstance(calls, list) else [None]
-    functions = [c.get("function", c) if isinstance(c, Mapping) else c for c in listed]
-    if not all(isinstance(f, Mapping) and isinstance(f.get("name"), str) for f in functions):
-        raise DataError(
-            f"the tool_calls of message {i} are {calls!r:.60}; they must be a list of "
-            '{"function": {"name": ..., "arguments": ...}}'
-        )
 
 
 def tools_of(row: Mapping[str, Any]) -> tuple[Any, ...] | None:

@@ -21,6 +21,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.conversations import (
     IMAGE_TOKEN,
     caption_turns,
+    error_at,
     parse_object,
     turns_of,
 )
@@ -249,7 +250,8 @@ class ImageTextDataset(ReplacedSamples):
             name = os.path.basename(content.name)
             prompt = prompts[zlib.crc32(name.encode()) % len(prompts)]
         if content.json is not None:
-            record = parse_object(content.json, "its .json", "write one object")
+            with error_at("its .json"):
+                record = parse_object(content.json, "write one object")
             turns = turns_of(record, num_images, prompt)
         elif content.text is not None:
             caption = content.text.decode("utf-8", "replace").strip()
