@@ -87,7 +87,6 @@ logger = logging.getLogger(__name__)
 # If a smaller share of the last epoch than this is needed, the last epoch is shuffled separately.
 # In a joint shuffle many of its samples would displace samples of the complete epochs.
 _SEPARATE_BELOW = 0.80
-_CHECKED_SAMPLES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,19 +186,6 @@ def _shuffle_parts(values: np.ndarray, cut: int, random_state: np.random.RandomS
     helpers.shuffle(values[:cut], random_state)
     if cut < len(values):
         helpers.shuffle(values[cut:], random_state)
-
-
-def _spans_one_sample(
-    document_index: np.ndarray, bounds: list[list[int]], request: SampleRequest
-) -> bool:
-    (first, first_offset), (last, last_offset) = bounds
-    documents = document_index[first : last + 1]
-    if documents.min() < request.indices[0] or documents.max() > request.indices[-1]:
-        return False
-    lengths = request.sequence_lengths[documents]
-    num_tokens = int(lengths[:-1].sum(dtype=np.int64)) - first_offset + last_offset
-    ends_inside = last_offset + request.extra <= int(lengths[-1])
-    return ends_inside and num_tokens == request.sequence_length
 
 
 @dataclass(kw_only=True)
@@ -324,18 +310,27 @@ class GPTDataset(MegatronDataset):
         The last sample of the data may have fewer tokens than the others.
         """
         sample = int(self.shuffle_index[idx])
-        (first, first_offset), (last, last_offset) = self.sample_index[sample : sample + 2].tolist()
-        documents = self.document_index[first : last + 1]
         text = np.empty(self._num_read, np.int64)
-        stop = last_offset + int(self.config.add_extra_token_to_sequence)
         filled = 0
-        for document in documents[:-1].tolist():
-            piece = self.dataset.get(document, first_offset)
+        try:
+            bounds = self.sample_index[sample : sample + 2].tolist()
+            (first, first_offset), (last, last_offset) = bounds
+            documents = self.document_index[first : last + 1]
+            stop = last_offset + int(self.config.add_extra_token_to_sequence)
+            for document in documents[:-1].tolist():
+                piece = self.dataset.get(document, first_offset)
+                text[filled : filled + len(piece)] = piece
+                filled += len(piece)
+                first_offset = 0
+            piece = self.dataset.get(int(documents[-1]), first_offset, stop - first_offset)
             text[filled : filled + len(piece)] = piece
-            filled += len(piece)
-            first_offset = 0
-        piece = self.dataset.get(int(documents[-1]), first_offset, stop - first_offset)
-        text[filled : filled + len(piece)] = piece
+        except DataError:  # a ValueError too
+            raise
+        except (IndexError, TypeError, ValueError) as error:
+            prefix = self._cache_prefix(self.index_split.name)
+            raise DataError(
+                f"{prefix}-*.npy do not belong to {self.dataset_path} ({error}): remove them"
+            ) from error
         return text[: filled + len(piece)], documents
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -360,24 +355,11 @@ class GPTDataset(MegatronDataset):
             logger.info("built the index of %s in %.2f s", request.source, elapsed_s)
             return built
 
-        def fits(documents: np.ndarray, samples: np.ndarray, shuffle: np.ndarray) -> bool:
-            """Compare lengths, and a few samples: the cost does not grow with the data."""
-            num_tokens = request.num_epochs * request.tokens_per_epoch - request.extra
-            num_full, rest = divmod(num_tokens, request.sequence_length)
-            checked = np.linspace(0, num_full - 1, min(num_full, _CHECKED_SAMPLES), dtype=int)
-            return (
-                len(documents) == request.num_epochs * len(request.indices)
-                and len(shuffle) == num_full + (rest > 0 and not drops)
-                and all(
-                    _spans_one_sample(documents, samples[n : n + 2].tolist(), request)
-                    for n in checked
-                )
-            )
-
         prefix = self._cache_prefix(self.index_split.name)
-        names = GPTIndices._fields
+        # The description has neither of these two settings.
+        source = [*self.dataset.identity, drops, config.add_extra_token_to_sequence]
         documents, samples, shuffle = cached_arrays(
-            prefix, self.unique_description, names, build, fits
+            prefix, self.unique_description, GPTIndices._fields, build, source
         )
         logger.info(
             "%s: %d samples, %d tokens an epoch, %d epochs",

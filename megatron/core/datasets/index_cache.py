@@ -73,16 +73,17 @@ def cached_arrays(
     description: str,
     names: Sequence[str],
     build: Callable[[], Sequence[np.ndarray]],
-    fits: Callable[..., bool] = lambda *_: True,
+    source: Sequence[int] = (),
 ) -> Sequence[np.ndarray]:
     """Return the arrays ``prefix-NAME.npy``; if they are missing, one process builds them.
 
-    Arrays are rebuilt if they are damaged, have another ``description``, or fail ``fits(*arrays)``,
-    which finds what the description does not tell: other data under the same name.  The description
-    is written last, so its file marks a complete cache.  ``prefix-crc.json`` holds the CRC-32 of
-    each array file.  A cache written by Megatron-LM has no such file: one process compares its
-    arrays once with those that ``build`` returns, then writes the file.  In a directory that is
-    read-only they need only pass ``fits``.  Not a collective.
+    Arrays are rebuilt if they are damaged, have another ``description``, or were built from another
+    ``source``: numbers that tell other data under the same name.  The description is written last,
+    so its file marks a complete cache.  ``prefix-crc.json`` holds the CRC-32 of each array file and
+    the source.  A cache written by Megatron-LM has no such file, and those of earlier releases have
+    no source: one process compares its arrays once with those that ``build`` returns, then writes
+    the file.  In a directory that is read-only they need only have the description.  Not a
+    collective.
     """
     path, crc_path = f"{prefix}-description.txt", f"{prefix}-crc.json"
     paths = [f"{prefix}-{name}.npy" for name in names]
@@ -91,43 +92,45 @@ def cached_arrays(
         with open(path, "rb") as file:
             return file.read() == description.encode()
 
+    def read_checks() -> bytes:
+        with contextlib.suppress(FileNotFoundError), open(crc_path, "rb") as file:
+            return file.read()
+        return b"{}"
+
     def load() -> Sequence[np.ndarray] | None:
         try:
             is_same = is_described()
-            has_crcs = os.path.exists(crc_path)
-            if has_crcs:
-                with open(crc_path, encoding="utf-8") as file:
-                    if json.load(file) != _crcs_of(paths):
-                        raise ValueError("a checksum does not match")
+            crcs = dict(json.loads(read_checks()))
+            stored_source = crcs.pop(_SOURCE, None)
+            if crcs and crcs != _crcs_of(paths):
+                raise ValueError("a checksum does not match")
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             warn_once(f"{prefix}-*.npy are damaged and are built again: {error}")
             return None
-        arrays = [array for path in paths if (array := load_array(path)) is not None]
-        if len(arrays) < len(names):
-            return None
-        is_trusted = has_crcs or not os.access(os.path.dirname(path) or ".", os.W_OK)
-        if is_same and is_trusted and fits(*arrays):
-            return arrays
-        if has_crcs or not is_same:
-            warn_once(f"{prefix}-*.npy belong to other data and are built again")
-        return None
+        arrays = _load_arrays(paths)
+        is_same &= stored_source in (None, [*source])
+        is_trusted = crcs and stored_source is not None
+        is_trusted = is_trusted or not os.access(os.path.dirname(path) or ".", os.W_OK)
+        if arrays and not is_same:
+            warn_once(_OF_OTHER_DATA.format(prefix))
+        return arrays if arrays and is_same and is_trusted else None
 
     def write_crcs() -> None:
-        content = json.dumps(_crcs_of(paths), indent=1)
+        content = json.dumps(_crcs_of(paths) | {_SOURCE: [*source]}, indent=1)
         write_atomically(crc_path, lambda file: file.write(content.encode()))
 
     def build_and_save() -> Sequence[np.ndarray]:
         built = build()
         with contextlib.suppress(FileNotFoundError):
-            if is_described() and not os.path.exists(crc_path):
-                found = [array for each in paths if (array := load_array(each)) is not None]
-                if len(found) == len(built) and all(map(np.array_equal, found, built)):
+            if is_described() and f'"{_SOURCE}"'.encode() not in read_checks():
+                found = _load_arrays(paths)
+                if found and all(map(np.array_equal, found, built)):
                     with contextlib.suppress(OSError):
                         write_crcs()
                     return found
-                warn_once(f"{prefix}-*.npy belong to other data and are built again")
+                warn_once(_OF_OTHER_DATA.format(prefix))
             os.remove(path)
         for array_path, array in zip(paths, built, strict=True):
             save_array(array_path, array)
@@ -136,6 +139,16 @@ def cached_arrays(
         return load() or built  # memory-mapped: the ranks of a node share the pages
 
     return build_once(prefix, load, build_and_save)
+
+
+_SOURCE = "source"  # in prefix-crc.json
+_OF_OTHER_DATA = "{}-*.npy belong to other data and are built again"
+
+
+def _load_arrays(paths: Sequence[str]) -> list[np.ndarray]:
+    """Return the array of each path; nothing if one is missing or damaged."""
+    arrays = [array for path in paths if (array := load_array(path)) is not None]
+    return arrays if len(arrays) == len(paths) else []
 
 
 def _crcs_of(paths: Sequence[str]) -> dict[str, int]:

@@ -11,6 +11,7 @@ import logging
 import os
 import tempfile
 import weakref
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO
 
@@ -187,6 +188,17 @@ class IndexedDataset:
         """i8[S]: the mode of each sequence of multimodal data; None for other data."""
         return self.index.sequence_modes
 
+    @property
+    def identity(self) -> list[int]:
+        """Numbers that differ for other data: sizes, and a checksum of some lengths and documents.
+
+        The cost does not grow with the data.
+        """
+        step = 1 + len(self) // _SAMPLED
+        some = (self.sequence_lengths[::step], self.document_indices[::step])
+        crc = zlib.crc32(b"".join(array.tobytes() for array in some))
+        return [len(self), self.bin_reader.num_bytes, crc]
+
     def get_document_indices(self) -> np.ndarray:
         """Return ``document_indices``."""
         return self.document_indices
@@ -201,6 +213,7 @@ class IndexedDataset:
         return all(os.path.exists(p(path_prefix)) for p in (get_idx_path, get_bin_path))
 
 
+_SAMPLED = 4096  # sequences whose lengths identify data
 _SPOOL_BYTES = 1 << 24  # an index array below this size stays in memory
 
 

@@ -283,6 +283,11 @@ class MaskedWordPieceDataset(MegatronDataset):
     def _sentences(self, number: int, random: np.random.Generator) -> tuple[list[np.ndarray], int]:
         """Return the sentences of a sample and its maximum number of text tokens."""
         first, end, target_length = self.sample_index[number].tolist()
+        if not 0 <= first < end <= len(self.dataset):
+            raise DataError(
+                f"{self._cache_prefix()}-*.npy do not belong to {self.dataset_path} (sentences "
+                f"{first} to {end} of {len(self.dataset)}): remove them"
+            )
         sentences = [self.dataset.get(i).astype(np.int64) for i in range(first, end)]
         for i, tokens in enumerate(sentences):
             self._check_ids(first + i, tokens)
@@ -320,15 +325,11 @@ class MaskedWordPieceDataset(MegatronDataset):
             self._log_unused_documents(documents, min_sentences_per_sample, len(mapping))
             return [mapping]
 
+        names = ["sample_index"]
         (found,) = cached_arrays(
-            self._cache_prefix(), self.unique_description, ["sample_index"], build, self._fits
+            self._cache_prefix(), self.unique_description, names, build, self.dataset.identity
         )
         return found
-
-    def _fits(self, found: np.ndarray) -> bool:
-        """Return whether the sentences of a cached index are within the split."""
-        low, high = self.dataset.document_indices[[self.indices[0], self.indices[-1] + 1]]
-        return bool(low <= found[:, 0].min() and found[:, 1].max() <= high)
 
     def _log_unused_documents(
         self, documents: np.ndarray, min_sentences: int, num_rows: int

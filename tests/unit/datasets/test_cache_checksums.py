@@ -7,10 +7,12 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron.core.config.errors import DataError
 from megatron.core.datasets import index_cache
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -150,3 +152,19 @@ def test_a_read_only_cache_without_checksums_is_read(
     assert isinstance(first, GPTDataset)
     assert isinstance(again, GPTDataset)
     assert np.array_equal(first.sample_index, again.sample_index)
+
+
+@pytest.mark.parametrize("kind", [gpt, masked])
+def test_forged_arrays_of_a_read_only_cache_give_a_message(
+    tmp_path: Path, kind: Callable[..., Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = kind(tmp_path)
+    build()
+    (crc,) = (tmp_path / "cache").glob("*-crc.json")
+    crc.unlink()
+    (path,) = (tmp_path / "cache").glob("*-sample_index.npy")
+    np.save(path, np.load(path) + 1_000_000)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    forged: Any = build()
+    with pytest.raises(DataError, match=r"-\*.npy do not belong to .*data .*: remove them"):
+        forged[0]
