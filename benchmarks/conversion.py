@@ -50,7 +50,7 @@ def make(folder: Path, gigabytes: float) -> int:
     folder.mkdir(parents=True)
     write_config(folder, family.config(shape))
     from megatron.training.conversion.hf import export_model
-    from megatron.training.conversion.tensors import size_of, tensors_of
+    from megatron.training.conversion.tensors import tensors_of
 
     generator = torch.Generator().manual_seed(0)
 
@@ -60,7 +60,7 @@ def make(folder: Path, gigabytes: float) -> int:
 
         return LazyTensor(name, torch.bfloat16, size, values)
 
-    ours = {name: lazy(name, size_of(of, shape)) for name, of in tensors_of(shape).items()}
+    ours = {name: lazy(name, size) for name, size in tensors_of(shape).items()}
     write_weights(folder, export_model(shape, ours, family))
     return max(tensor.num_bytes for tensor in ours.values())
 

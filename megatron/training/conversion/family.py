@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
 from megatron.training.conversion.shape import ModelShape
-from megatron.training.conversion.tensors import AHEAD, AHEAD_LAYER, Rule, tensors_of
+from megatron.training.conversion.tensors import AHEAD, AHEAD_LAYER, Rule
 
 Config: TypeAlias = Mapping[str, Any]  # config.json, or an object in it
 Values: TypeAlias = Mapping[str, Any]  # value by name, of a `ModelShape` or of config.json
@@ -119,10 +119,6 @@ class Family:
     def prefix_of_depth(self, depth: int, shape: ModelShape) -> str:
         """Return Hugging Face's prefix of MTP layer ``depth``, which follows the model's layers."""
         return self.layer_prefix.format(shape.num_layers + depth, stack="decoder")
-
-    def rules(self, shape: ModelShape) -> dict[str, Rule]:
-        """Return our name -> rule, for every tensor of ``shape``.  Raises CheckpointError."""
-        return {name: self.rule(name, shape) for name in tensors_of(shape)}
 
     def name_of(self, name: str, shape: ModelShape) -> str:
         """Return their name of a tensor that corresponds to exactly one of theirs."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
+from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabulary
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training.conversion.families import FAMILIES, PARTS
@@ -30,7 +31,7 @@ from megatron.training.conversion.lazy import (
     zeros,
 )
 from megatron.training.conversion.shape import ModelShape
-from megatron.training.conversion.tensors import output_of, size_of, tensors_of
+from megatron.training.conversion.tensors import output_of, tensors_of
 from megatron.training.models.registry import model_kind
 
 SCORE = "score.weight"  # here and at Hugging Face
@@ -132,9 +133,8 @@ def import_model(config: Config, weights: Mapping[str, LazyTensor]) -> HFModel:
     left = plain_numbers(unstacked(left, (*family.stacked, *in_few_bits)), config)
     tensors: dict[str, LazyTensor] = {}
     fresh: list[str] = []
-    letters = tensors_of(shape)
-    for name, rule in family.rules(shape).items():
-        size = size_of(letters[name], shape)
+    for name, size in tensors_of(shape).items():
+        rule = family.rule(name, shape)
         if name.startswith(family.heads) and not any(_find(left, t) for t in rule.theirs):
             fresh.append(name)
             tensors[name] = _fresh(name, size, next(iter(weights.values())).dtype)
@@ -247,22 +247,20 @@ def export_model(
 
     Raises CheckpointError unless ``tensors`` are those of ``shape``.
     """
-    letters = tensors_of(shape)
+    sizes = tensors_of(shape)
     tensors = {name: t for name, t in tensors.items() if not name.endswith(AMAX_HISTORY)}
-    if letters.keys() != tensors.keys():
-        names = sorted(letters.keys() ^ tensors.keys())
+    if sizes.keys() != tensors.keys():
+        names = sorted(sizes.keys() ^ tensors.keys())
         raise CheckpointError(
             f"the checkpoint does not hold the model that its command line describes: "
             f"{', '.join(names[:3])}"
         )
     out: list[LazyTensor] = []
-    for name, rule in family.rules(shape).items():
-        size = size_of(letters[name], shape)
-        is_padded = letters[name][0] == "*v"
-        ours = first_rows(tensors[name], size[0]) if is_padded else tensors[name]
+    for name, size in sizes.items():
+        ours = first_rows(tensors[name], size[0]) if is_vocabulary(name) else tensors[name]
         if ours.shape != size:
             raise CheckpointError(f"{name} has shape {list(ours.shape)}, not {list(size)}")
-        out += rule.split(ours, shape)
+        out += family.rule(name, shape).split(ours, shape)
     for name, ours_name in _copies_ahead(shape, family).items():
         out.append(replace(first_rows(tensors[ours_name], shape.vocab_size), name=name))
     out += [zeros(name, size, out[0].dtype) for name, size in family.blank(shape).items()]

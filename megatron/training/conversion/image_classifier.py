@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
@@ -15,7 +13,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.conversion.families.fields import demand, same
 from megatron.training.conversion.family import Config, Field, Values
 from megatron.training.conversion.source import default_args, run_config
-from megatron.training.conversion.verify import groups_of_one_rank
+from megatron.training.conversion.verify import model_on_meta
 from megatron.training.conversion.vision import (
     EncoderFamily,
     export_encoder,
@@ -24,7 +22,6 @@ from megatron.training.conversion.vision import (
     names_of_layer,
     sizes,
 )
-from megatron.training.models.registry import build_model_stage
 
 ARCHITECTURE = "ViTForImageClassification"
 _QKV = " ".join(f"attention.attention.{name}" for name in ("query", "key", "value"))
@@ -98,11 +95,7 @@ def flags_of_classifier(config: Config) -> JsonObject:
 def import_classifier(config: Config, weights: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return the tensors of `ViTClassifier` by name.  Raises CheckpointError."""
     run = run_config(default_args() | flags_of_classifier(config))
-    with torch.device("meta"):
-        model = build_model_stage(
-            run, vocab_size=1, padded_vocab_size=1, groups=groups_of_one_rank()
-        )
-    return import_encoder(_VIT, model, config, weights)
+    return import_encoder(_VIT, model_on_meta(run, 1), config, weights)
 
 
 def export_classifier(

@@ -42,7 +42,7 @@ from megatron.training.conversion.hf import SCORE
 from megatron.training.conversion.hf_folder import read_json, read_safetensors
 from megatron.training.conversion.lazy import as_lazy
 from megatron.training.conversion.shape import ModelShape
-from megatron.training.conversion.tensors import Rule, group_rows, size_of, tensors_of
+from megatron.training.conversion.tensors import Rule, group_rows, tensors_of
 
 EMBEDDING = "embedding.word_embeddings"
 _OUTPUT = "output_layer"
@@ -212,7 +212,7 @@ def _take_score(
         raise CheckpointError(
             f"{folder / CONFIG} has modules_to_save, and {WEIGHTS} no {SCORE}: get the folder again"
         )
-    if list(score.shape) != [1, shape.dims["h"]]:
+    if list(score.shape) != [1, shape.hidden_size]:
         raise CheckpointError(
             f"{folder / WEIGHTS} has a {SCORE} of shape {list(score.shape)}: only classifiers of "
             "one label, which are reward models, can be converted"
@@ -353,9 +353,9 @@ def read_peft(
     left = dict(_entries(read_safetensors(folder / WEIGHTS), shape.num_experts or 1))
     score = _take_score(folder, config, left, shape)
     sizes = {
-        name.removesuffix(".weight"): size_of(letters, shape)
-        for name, letters in tensors_of(shape).items()
-        if name.endswith(".weight") and len(letters) == 2
+        name.removesuffix(".weight"): size
+        for name, size in tensors_of(shape).items()
+        if name.endswith(".weight") and len(size) == 2
     }
     found: dict[tuple[str, str], Pair] = {}  # by layer and part
     for layer, size in sizes.items():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 
 import torch.nn.functional as F
 
@@ -183,46 +182,6 @@ class ModelShape:
             if model_kind(self.kind).is_hybrid and not set(symbols) & set(self.pattern):
                 for name, value in values.items():
                     fill(self, name, value)
-
-    @cached_property
-    def dims(self) -> dict[str, int]:
-        """Sizes that tensor shapes are made of, by the letters of `tensors`."""
-        size = {name: value or 0 for name, value in vars(self).items()}
-        heads, halves = self.num_attention_heads, 2 if self.is_gated else 1
-        query, key = heads * self.kv_channels, self.num_query_groups * self.kv_channels
-        expert = size["moe_ffn_hidden_size"]
-        shared = size["moe_shared_expert_intermediate_size"]
-        latent = size["kv_lora_rank"]
-        value = size["v_head_dim"]
-        mixers = size["mamba_num_heads"]
-        inner = mixers * size["mamba_head_dim"]
-        convolved = inner + 2 * size["mamba_num_groups"] * size["mamba_state_dim"]
-        return {
-            "v": self.vocab_size,
-            "p": self.max_position_embeddings,
-            "h": self.hidden_size,
-            "q": query,
-            "k": key,
-            "qkv": query + 2 * key,
-            "d": self.kv_channels,
-            "n": heads,
-            "hh": 2 * self.hidden_size,
-            "f": self.ffn_hidden_size,
-            "F": self.ffn_hidden_size * halves,
-            "e": size["num_experts"],
-            "x": expert,
-            "X": expert * halves,
-            "s": shared,
-            "S": shared * halves,
-            "lq": size["q_lora_rank"],
-            "lk": latent,
-            "lkr": latent + size["qk_pos_emb_head_dim"],
-            "kv": heads * (size["qk_head_dim"] + value),
-            "o": heads * value,
-            "2k": 2 * key,
-            "b": size["relative_attention_num_buckets"],
-            **{"m": mixers, "i": inner, "c": convolved, "z": inner + convolved + mixers, "w": 4},
-        }
 
     def differences(self, other: ModelShape) -> Iterator[str]:
         """Yield one phrase for each value in which ``other`` differs."""

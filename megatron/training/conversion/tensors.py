@@ -1,23 +1,10 @@
-"""Global names and shapes of a model's tensors, and rules to convert them from and to others.
-
-Letters of shapes (their values are `ModelShape.dims`):
-
-- v vocabulary, p positions, h hidden size, hh twice that, b buckets of relative positions
-- attention: n heads, d head width, q rows of queries, k rows of keys, 2k of keys and values, qkv of
-  all three
-- MLP: f inner width, F rows of its first matrix (2 f if gated); of an expert x and X, of the shared
-  experts s and S; e number of experts
-- latent attention: lq and lk ranks of queries and of keys and values, lkr rank lk with the rotary
-  part, kv rows of the up-projected keys and values, o rows of values
-- Mamba mixer: i inner width, m heads, c channels of the convolution, w its width, z rows of in_proj
-
-An integer stands for itself.  A star marks the dimension that tensor parallelism shards.
-"""
+"""Global names and shapes of a model's tensors, and rules to convert them from and to others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeAlias
 
 import torch
@@ -25,9 +12,12 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+from megatron.core.params.param_info import info_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.conversion.lazy import shared_parts
-from megatron.training.conversion.shape import ModelShape
+from megatron.training.conversion.shape import ModelShape, args_of
+from megatron.training.conversion.source import default_args, run_config
+from megatron.training.conversion.verify import model_on_meta
 
 AHEAD = "mtp.layers.{}."  # multi-token prediction layers
 AHEAD_LAYER = "transformer_layer."
@@ -106,237 +96,35 @@ class Rule:
         ]
 
 
-# Part of a model -> its tensors: name, shape, and the `_facts` that a model with it has.
-_PARTS = {
-    "embedding": """
-        embedding.word_embeddings.weight             *v,h
-        embedding.position_embeddings.weight         p,h      learned_positions
-        embedding.tokentype_embeddings.weight        2,h      binary_head
-    """,
-    "relative positions": """
-        encoder_relative_pos_emb.relative_attention_bias.weight  b,n  relative
-        decoder_relative_pos_emb.relative_attention_bias.weight  b,n  relative
-    """,
-    "attention": """
-        input_layernorm.weight                       h        norm_before
-        input_layernorm.bias                         h        norm_before layer_norm
-        self_attention.core_attention.softmax_offset *n       usual sink
-        self_attention.linear_qkv.weight             *qkv,h   usual
-        self_attention.linear_qkv.bias               *qkv     usual qkv_bias
-        self_attention.q_layernorm.weight            *q       usual wide
-        self_attention.k_layernorm.weight            *k       usual wide
-        self_attention.q_layernorm.weight            d        usual head
-        self_attention.q_layernorm.bias              d        usual head layer_norm
-        self_attention.k_layernorm.weight            d        usual head
-        self_attention.k_layernorm.bias              d        usual head layer_norm
-        self_attention.linear_proj.weight            h,*q     usual
-        self_attention.linear_q_proj.weight          *q,h     latent full_q
-        self_attention.linear_q_down_proj.weight     lq,h     latent low_q
-        self_attention.linear_q_up_proj.weight       *q,lq    latent low_q
-        self_attention.linear_kv_down_proj.weight    lkr,h    latent
-        self_attention.linear_kv_up_proj.weight      *kv,lk   latent
-        self_attention.q_layernorm.weight            lq       latent low_q qk_norm
-        self_attention.q_layernorm.bias              lq       latent low_q qk_norm layer_norm
-        self_attention.kv_layernorm.weight           lk       latent qk_norm
-        self_attention.kv_layernorm.bias             lk       latent qk_norm layer_norm
-        self_attention.linear_proj.weight            h,*o     latent
-        self_attention.linear_proj.bias              h        bias
-        post_self_attn_layernorm.weight              h        norm_behind
-        post_self_attn_layernorm.bias                h        norm_behind layer_norm
-    """,
-    "cross attention": """
-        pre_cross_attn_layernorm.weight              h
-        pre_cross_attn_layernorm.bias                h        layer_norm
-        cross_attention.linear_q.weight              *q,h
-        cross_attention.linear_q.bias                *q       qkv_bias
-        cross_attention.linear_kv.weight             *2k,h
-        cross_attention.linear_kv.bias               *2k      qkv_bias
-        cross_attention.linear_proj.weight           h,*q
-        cross_attention.linear_proj.bias             h        bias
-    """,
-    "before mlp": """
-        pre_mlp_layernorm.weight                     h        norm_before
-        pre_mlp_layernorm.bias                       h        norm_before layer_norm
-    """,
-    "mlp": """
-        mlp.linear_fc1.weight                        *F,h
-        mlp.linear_fc1.bias                          *F       bias
-        mlp.linear_fc2.weight                        h,*f
-        mlp.linear_fc2.bias                          h        bias
-    """,
-    "router": """
-        mlp.router.weight                            e,h
-        mlp.router.bias                              e        bias
-        mlp.router.expert_bias                       e        expert_bias
-    """,
-    "expert": """
-        linear_fc1.weight                            *X,h
-        linear_fc1.bias                              *X       bias
-        linear_fc2.weight                            h,*x
-        linear_fc2.bias                              h        bias
-    """,
-    "shared experts": """
-        mlp.shared_experts.linear_fc1.weight         *S,h     shared
-        mlp.shared_experts.linear_fc1.bias           *S       shared bias
-        mlp.shared_experts.linear_fc2.weight         h,*s     shared
-        mlp.shared_experts.linear_fc2.bias           h        shared bias
-        mlp.shared_experts.gate_weight               1,h      shared gate
-    """,
-    "after mlp": """
-        post_mlp_layernorm.weight                    h        norm_behind
-        post_mlp_layernorm.bias                      h        norm_behind layer_norm
-    """,
-    "mixer": """
-        norm.weight                                  h
-        norm.bias                                    h        layer_norm
-        mixer.in_proj.weight                         *z,h
-        mixer.conv1d.weight                          *c,1,w
-        mixer.conv1d.bias                            *c
-        mixer.A_log                                  *m
-        mixer.D                                      *m
-        mixer.dt_bias                                *m
-        mixer.norm.weight                            *i
-        mixer.out_proj.weight                        h,*i
-    """,
-    "end": """
-        final_layernorm.weight                       h
-        final_layernorm.bias                         h        layer_norm
-    """,
-    "end of mamba": """
-        final_norm.weight                            h
-        final_norm.bias                              h        layer_norm
-    """,
-    "ahead": """
-        enorm.weight                                 h
-        enorm.bias                                   h        layer_norm
-        hnorm.weight                                 h
-        hnorm.bias                                   h        layer_norm
-        eh_proj.weight                               h,hh
-    """,
-    "output": """
-        score.weight                                 1,h      reward
-        output_layer.weight                          *v,h     untied
-    """,
-    "output of bert": """
-        lm_head.dense.weight                         h,h
-        lm_head.dense.bias                           h
-        lm_head.layer_norm.weight                    h
-        lm_head.layer_norm.bias                      h        layer_norm
-        output_layer.bias                            *v
-        output_layer.weight                          *v,h     untied
-        pooler.dense.weight                          h,h      binary_head
-        pooler.dense.bias                            h        binary_head
-        binary_head.weight                           2,h      binary_head
-        binary_head.bias                             2        binary_head
-    """,
-    "output of t5": """
-        lm_head.output_layer.weight                  *v,h     untied
-        lm_head.output_layer.bias                    *v       tied bias
-    """,
-}
-# Part of a layer, M, * and - as in the pattern of a hybrid, c of the decoder of T5 -> its parts.
-_OF_SYMBOL = {
-    "M": ("mixer",),
-    "*": ("attention",),
-    "-": ("before mlp", "mlp", "after mlp"),
-    "c": ("cross attention",),
-}
+@lru_cache(maxsize=1)
+def tensors_of(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return global name -> shape, without padding, of every tensor of the model.
 
-
-def _facts(shape: ModelShape) -> set[str]:
-    facts = {
-        "bias": shape.add_bias_linear,
-        "qkv_bias": shape.add_qkv_bias,
-        "layer_norm": shape.normalization == "LayerNorm",
-        "norm_before": shape.layer_norm_placement != "post",
-        "norm_behind": shape.layer_norm_placement != "pre",
-        "learned_positions": shape.position_embedding_type == "learned_absolute",
-        "relative": shape.position_embedding_type == "relative",
-        "binary_head": shape.has_binary_head,
-        "latent": shape.multi_latent_attention,
-        "usual": not shape.multi_latent_attention,
-        "full_q": shape.q_lora_rank is None,
-        "low_q": shape.q_lora_rank is not None,
-        "qk_norm": shape.qk_norm is not None,
-        "wide": shape.qk_norm == "wide",
-        "head": shape.qk_norm == "head",
-        "sink": shape.softmax_type == "learnable",
-        "expert_bias": shape.moe_router_enable_expert_bias,
-        "shared": bool(shape.moe_shared_expert_intermediate_size),
-        "gate": shape.moe_shared_expert_gate,
-        "reward": shape.is_reward,
-        "tied": shape.is_tied,
-        "untied": not (shape.is_tied or shape.is_reward),
-    }
-    return {name for name, is_so in facts.items() if is_so}
-
-
-def tensors_of(shape: ModelShape) -> dict[str, tuple[str, ...]]:
-    """Return global name -> letters of the shape, for every tensor of the model."""
-    facts = _facts(shape)
-    parts = {
-        part: [
-            (name, tuple(letters.split(",")))
-            for name, letters, *needed in map(str.split, table.strip().splitlines())
-            if facts.issuperset(needed)
-        ]
-        for part, table in _PARTS.items()
-    }
-    return {
-        prefix + name: letters for prefix, part in _parts_of(shape) for name, letters in parts[part]
-    }
-
-
-def _parts_of(shape: ModelShape) -> Iterator[tuple[str, str]]:
-    """Yield the parts of the model in order, each with the prefix of its names."""
-    of_layers = ["*E" if has_experts else "*-" for has_experts in shape.expert_layers]
-    of_layers = of_layers or ["*-"] * shape.num_layers
-    stacks: dict[str, Sequence[str]] = {"decoder": of_layers}
-    end = "end"
-    if shape.kind == "bert":
-        stacks = {"encoder": of_layers}
-    elif shape.kind == "t5":
-        stacks = {"encoder": of_layers, "decoder": ["*-c"] * (shape.decoder_num_layers or 0)}
-    elif shape.kind == "mamba":
-        stacks = {"decoder": shape.pattern}
-        end = "end of mamba"
-    yield "", "embedding"
-    if shape.kind == "t5":
-        yield "", "relative positions"
-    for stack, layers in stacks.items():
-        for number, symbols in enumerate(layers):
-            yield from _layer(f"{stack}.layers.{number}.", symbols, shape)
-        yield f"{stack}.", end
-    for depth in range(shape.mtp_num_layers or 0):
-        prefix = AHEAD.format(depth)
-        yield prefix, "ahead"
-        yield from _layer(prefix + AHEAD_LAYER, of_layers[-1], shape)
-        yield prefix, "end"
-    yield "", f"output of {shape.kind}" if shape.kind in ("bert", "t5") else "output"
-
-
-def _layer(prefix: str, symbols: str, shape: ModelShape) -> Iterator[tuple[str, str]]:
-    for symbol in symbols:
-        for part in _OF_SYMBOL.get(symbol, ()):
-            yield prefix, part
-        if symbol == "E":
-            yield prefix, "before mlp"
-            yield prefix, "router"
-            for number in range(shape.num_experts or 0):
-                yield f"{prefix}mlp.experts.local_experts.{number}.", "expert"
-            yield prefix, "shared experts"
-            yield prefix, "after mlp"
+    They are those of the model that the flags build, on the device "meta".  Raises MegatronError
+    if there is no such model.
+    """
+    flags = args_of(replace(shape, is_reward=False)) | {"tokenizer_type": "NullTokenizer"}
+    run = run_config(default_args() | flags | {"vocab_size": shape.vocab_size})
+    try:
+        model = model_on_meta(run, shape.vocab_size)
+    except RuntimeError as error:  # more bytes than torch can count
+        raise CheckpointError(f"config.json describes too large a model: {error}") from None
+    sizes = {info.name: info.global_shape for info in map(info_of, model.parameters())}
+    sizes |= {n: tuple(b.shape) for n, b in model.named_buffers() if n.endswith(".expert_bias")}
+    if shape.is_reward:
+        del sizes["output_layer.weight"]
+        sizes["score.weight"] = (1, shape.hidden_size)
+    # Layers and experts in the order of their numbers.
+    in_order = sorted(
+        sizes,
+        key=lambda name: [part.zfill(9) if part.isdecimal() else part for part in name.split(".")],
+    )
+    return {name: sizes[name] for name in in_order}
 
 
 def output_of(shape: ModelShape) -> str:
     """Return the name of the output layer's weight in a model that does not tie it."""
     return f"{'lm_head.' if shape.kind == 't5' else ''}output_layer.weight"
-
-
-def size_of(letters: Sequence[str], shape: ModelShape) -> tuple[int, ...]:
-    """Return the sizes that ``letters`` stand for."""
-    plain = (letter.removeprefix("*") for letter in letters)
-    return tuple(int(each) if each.isdecimal() else shape.dims[each] for each in plain)
 
 
 def group_rows(shape: Heads) -> list[int]:

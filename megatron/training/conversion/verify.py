@@ -221,6 +221,17 @@ def our_model(run: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int
     return model
 
 
+def model_on_meta(run: RunConfig, vocab_size: int) -> nn.Module:
+    """Build the model that ``run`` describes for one rank, without storage."""
+    with torch.device("meta"):
+        return build_model_stage(
+            run,
+            vocab_size=vocab_size,
+            padded_vocab_size=vocab_size,
+            groups=groups_of_one_rank(),
+        )
+
+
 def groups_of_one_rank() -> ProcessGroupCollection:
     """Return process groups of a single rank, without a default process group."""
     one = ProcessGroup(HashStore(), 0, 1)

@@ -14,6 +14,8 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.datasets.images import LLAVA_NEXT_GRIDS
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+from megatron.core.models.common.vision_module.vision_module import VisionModule
+from megatron.core.models.multimodal.llava_model import LLaVAModel
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf
 from megatron.training.conversion.families.fields import demand
@@ -21,11 +23,11 @@ from megatron.training.conversion.family import Config, Family, Field, Values, r
 from megatron.training.conversion.lazy import reshaped, zeros
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.source import default_args, image_token, run_config
+from megatron.training.conversion.verify import model_on_meta
 from megatron.training.conversion.vision import (
     ENCODERS,
     SIGLIP,
     EncoderFamily,
-    encoder_on_meta,
     export_encoder,
     import_encoder,
 )
@@ -391,7 +393,7 @@ def import_tensors(
     out = {f"{_OUR_TEXT}{name}": tensor for name, tensor in text.tensors.items()}
     unused = tuple(_unused_layers(shape))
     images = {name: t for name, t in parts[_IMAGES].items() if not name.startswith(unused)}
-    found = import_encoder(shape.encoder, encoder_on_meta(_run_of(shape)), shape.images, images)
+    found = import_encoder(shape.encoder, _encoder_of_model(shape), shape.images, images)
     out |= {f"{_OUR_IMAGES}{name}": tensor for name, tensor in found.items()}
     left = parts[""]
     for ours, theirs in _projector_names(shape).items():
@@ -406,10 +408,13 @@ def import_tensors(
     return {name: replace(tensor, name=name) for name, tensor in out.items()}
 
 
-def _run_of(shape: VisionLanguageShape) -> RunConfig:
-    """Return a run of the model; which tokens there are makes no difference to its encoder."""
+def _encoder_of_model(shape: VisionLanguageShape) -> VisionModule:
+    """Return the encoder of the model; which tokens there are makes no difference to it."""
     tokens = {"tokenizer_type": "NullTokenizer", "vocab_size": 1}
-    return run_config(default_args() | flags_of(shape) | tokens)
+    model = model_on_meta(run_config(default_args() | flags_of(shape) | tokens), 1)
+    assert isinstance(model, LLaVAModel), "all families are"
+    assert model.vision_model is not None, "the only stage has it"
+    return model.vision_model
 
 
 def _unused_layers(shape: VisionLanguageShape) -> Iterator[str]:
@@ -445,7 +450,7 @@ def export_tensors(
         replace(tensor, name=shape.family.text_prefix + tensor.name)
         for tensor in hf.export_model(shape.text, text, shape.text_family)
     ]
-    found = export_encoder(shape.encoder, encoder_config(_run_of(shape)), shape.images, images)
+    found = export_encoder(shape.encoder, _encoder_of_model(shape).config, shape.images, images)
     found += list(_blank(shape, found))
     out += [replace(tensor, name=shape.family.images_prefix + tensor.name) for tensor in found]
     names = _projector_names(shape)

@@ -20,7 +20,7 @@ from megatron.training.conversion.convert import ConversionRequest, convert
 from megatron.training.conversion.families import FAMILIES
 from megatron.training.conversion.hf import export_model
 from megatron.training.conversion.lazy import as_lazy
-from megatron.training.conversion.tensors import size_of, tensors_of
+from megatron.training.conversion.tensors import tensors_of
 
 CONFIG = {
     "model_type": "llama",
@@ -44,8 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     family = FAMILIES["llama"]
     shape = family.shape(CONFIG)
     ours = {}
-    for name, letters in tensors_of(shape).items():
-        size = size_of(letters, shape)
+    for name, size in tensors_of(shape).items():
         ours[name] = LazyTensor(name, torch.float32, size, partial(torch.ones, size))
     hf_folder.write_config(folder, CONFIG)
     hf_folder.write_weights(folder, export_model(shape, ours, family))

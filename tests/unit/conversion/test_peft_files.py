@@ -78,13 +78,9 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
 
 def matrices(shape: ModelShape, family: Any, targets: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield their name and the shape of each matrix that ``targets`` select."""
-    for name, letters in tensors_of(shape).items():
+    for name, size in tensors_of(shape).items():
         if not name.endswith(".weight") or "norm" in name or "router" in name:
             continue
-        size = [
-            shape.dims[x] if (x := each.removeprefix("*")) in shape.dims else int(x)
-            for each in letters
-        ]
         rule = family.rule(name, shape)
         like = torch.empty(size, device="meta")
         for theirs, part in zip(rule.theirs, rule.to_theirs(like, shape), strict=True):

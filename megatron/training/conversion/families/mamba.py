@@ -43,6 +43,11 @@ def _read_width(config: Config) -> Values:
     return {}
 
 
+def _write_width(shape: ModelShape) -> Values:
+    inner = (shape.mamba_num_heads or 0) * (shape.mamba_head_dim or 0)
+    return {"expand": inner // shape.hidden_size}
+
+
 _ALWAYS: Values = {"kind": "mamba", "position_embedding_type": "none"}
 _OUTSIDE: Names = {
     "embedding.word_embeddings": "backbone.embeddings",
@@ -82,7 +87,7 @@ MAMBA2 = Family(
         same("num_heads", "mamba_num_heads", 128),
         same("n_groups", "mamba_num_groups", 8),
         same("layer_norm_epsilon", "norm_epsilon", 1e-5),
-        Field(_read_width, lambda shape: {"expand": shape.dims["i"] // shape.hidden_size}),
+        Field(_read_width, _write_width),
         demand(hidden_act="silu"),
         tied(False),
         *_PLAIN,
