@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.folders import TRACKER, choose
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.training.checkpointing.load import load_run
-from megatron.training.checkpointing.save import begin_save, contents_of, save_run
+from megatron.training.checkpointing.save import save_run
 from tests.support.ranks import run_ranks
 from tests.support.tiny_checkpoint import names_in
 from tests.support.tiny_run import (
@@ -118,9 +118,9 @@ def test_a_rank_that_cannot_read_its_share_stops_the_load_everywhere(tmp_path):
 
 def save_in_background(config, parts, iteration):
     """What a run does over several steps, without the steps."""
-    contents = contents_of(config, parts, counters(iteration), asked={})
-    begun = begin_save(config, contents, parts.groups)
-    saving = BackgroundSave(begun, HostBuffer(), parts.groups.world)
+    begun = []
+    save_run(config, parts, counters(iteration), asked={}, go_on=begun.append)
+    saving = BackgroundSave(begun[0], HostBuffer(), parts.groups.world)
     saving.wait_for_copies()
     advance(parts, 1)  # training goes on
     saving.wait()

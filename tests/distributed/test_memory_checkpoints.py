@@ -16,12 +16,9 @@ from unittest import mock
 import pytest
 
 from megatron.core import process_memory
-from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.local import Replication
 from megatron.training.checkpointing import non_persistent
 from megatron.training.checkpointing.non_persistent import (
     FOLDER,
-    bytes_per_node,
     claim_memory,
     remove_memory,
 )
@@ -103,24 +100,6 @@ def test_two_runs_of_a_node_have_folders_of_their_own_and_unused_ones_are_delete
     remove_memory(second)
     remove_memory(third)
     assert not list(memory.iterdir())
-
-
-def test_a_folder_on_a_disk_is_refused(tmp_path: Path) -> None:
-    if non_persistent._file_system(tmp_path.stat().st_dev) in ("tmpfs", None):
-        pytest.skip("temporary files are in memory here")
-    on_disk = config(save=str(tmp_path), non_persistent_local_ckpt_dir=str(tmp_path / "memory"))
-    with pytest.raises(
-        CheckpointError, match="not in memory: give --non-persistent-local-ckpt-dir"
-    ):
-        claim_memory(on_disk)
-
-
-def test_bytes_of_a_node_count_each_part_twice_and_each_copy_once_per_node() -> None:
-    nodes = ["a", "a", "b", "b"]
-    parts = [(node, 2**rank) for rank, node in enumerate(nodes)]
-    assert bytes_per_node(parts, Replication()) == {"a": 2 * 3, "b": 2 * 12}
-    assert bytes_per_node(parts, Replication(jump=2, copies=1)) == {"a": 2 * 15, "b": 2 * 15}
-    assert bytes_per_node(parts, Replication(jump=1, copies=1)) == {"a": 2 * 11, "b": 2 * 14}
 
 
 def start_without_memory(rank: int, world_size: int, argv: list[str]) -> str:

@@ -340,21 +340,17 @@ PARAMETER_TO_CHECKPOINT = _in(
     "Checkpointer.save",
     _in(
         f"{_TRAINING}/checkpointing/save.py",
-        "contents_of",
-        _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "model_tensors"),
-        _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "optimizer_tensors"),
-    ),
-    _in(
-        f"{_TRAINING}/checkpointing/save.py",
-        "begin_save",
+        "save_run",
+        _in(
+            f"{_TRAINING}/checkpointing/save.py",
+            "contents_of",
+            _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "model_tensors"),
+            _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "optimizer_tensors"),
+        ),
         _in(
             f"{_CORE}/dist_checkpointing/serialization.py",
             "begin",
         ),
-    ),
-    _in(
-        f"{_TRAINING}/checkpointing/save.py",
-        "finish_save",
         _in(
             f"{_CORE}/dist_checkpointing/serialization.py",
             "finish",

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import copy
 import json
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -55,7 +54,6 @@ from megatron.core.parallel.collectives import gather_json, is_so_everywhere
 from megatron.core.parallel.run_store import LOST_RANKS, RunStore
 
 T = TypeVar("T")
-Start = Callable[[Callable[[], None]], None]  # runs a function in another thread
 _APART = "finish_apart"  # prefix of the keys {prefix}/{rank} and {prefix}/verdict
 _BEAT_S = 1.0  # interval of the heartbeats of a rank that is still writing
 _LOOK_S = 0.05  # polling interval of the store
@@ -63,38 +61,8 @@ _PATIENCE_S = 5.0  # time without a heartbeat of any rank after which ranks coun
 _WRITING_S = 600.0  # time limit of a write, so that a hanging disk does not block a failed run
 
 
-class Worker:
-    """One daemon thread for all saves; after a call that raises, a new thread takes its place."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        start_in_thread(self._serve)
-
-    def start(self, call: Callable[[], None]) -> None:
-        """Queue ``call``; the thread runs calls in order."""
-        self._calls.put(call)
-
-    def close(self) -> None:
-        """End the thread after the queued calls."""
-        self._calls.put(None)
-
-    def _serve(self) -> None:
-        try:
-            while (call := self._calls.get()) is not None:
-                call()
-                del call  # it refers to the tensors of a save
-        except BaseException:  # its save reports it; later calls need a thread
-            start_in_thread(self._serve)
-            raise
-
-
-def start_in_thread(call: Callable[[], None]) -> None:
-    """Run ``call`` in a new daemon thread."""
-    threading.Thread(target=call, name="checkpoint", daemon=True).start()
-
-
-def _begin(call: Callable[[], T], start: Start) -> Future[T]:
-    """Run ``call`` in another thread.
+def _begin(call: Callable[[], T]) -> Future[T]:
+    """Run ``call`` in a new daemon thread.
 
     The future does not refer to the call, which refers to the save that holds the future: a full
     garbage collection, which would free such a cycle with the copied tensors, may be thousands of
@@ -109,7 +77,7 @@ def _begin(call: Callable[[], T], start: Start) -> Future[T]:
             future.set_exception(error)
             raise
 
-    start(run)
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
     return future
 
 
@@ -134,23 +102,16 @@ class BackgroundSave:
 
     Every rank constructs one and calls its methods in the same order.  ``buffer`` must not be
     reused before the save is published or has failed.  ``waited_s``: time that training has spent
-    in `wait_for_copies`.  ``start`` runs a call in a thread: a new one by default, or a `Worker`'s.
+    in `wait_for_copies`.
     """
 
-    def __init__(
-        self,
-        begun: PendingSave,
-        buffer: HostBuffer,
-        group: ProcessGroup | None,
-        start: Start = start_in_thread,
-    ) -> None:
+    def __init__(self, begun: PendingSave, buffer: HostBuffer, group: ProcessGroup | None) -> None:
         self.iteration = begun.iteration
-        self._start = start
         self.waited_s = 0.0
         self._begun = detach(begun)
         self._group = group
         self._copied = threading.Event()
-        self._writing = _begin(partial(self._copy_and_write, buffer, device.side_stream()), start)
+        self._writing = _begin(partial(self._copy_and_write, buffer, device.side_stream()))
         self._completing: Future[JsonObject | None] | None = None
 
     def wait_for_copies(self) -> None:
@@ -170,7 +131,7 @@ class BackgroundSave:
             return conclude(self._begun, _result(self._completing), self._group)
         reports = gather_json(_result(self._writing), self._group)
         self._completing = _begin(
-            lambda: None if reports is None else complete(self._begun, reports), self._start
+            lambda: None if reports is None else complete(self._begun, reports)
         )
         return None
 
@@ -195,7 +156,7 @@ class BackgroundSave:
                     absent = not_written(RuntimeError("it had no pending save"))
                     found = _wait_for_values(store, *map(str, range(world_size)))
                     reports = [report or absent for report in found]
-                    self._completing = _begin(partial(complete, self._begun, reports), self._start)
+                    self._completing = _begin(partial(complete, self._begun, reports))
                 verdict = _result(self._completing, beat)
             finally:  # also after an error, so that no rank waits for the verdict
                 _put(store, "verdict", verdict)

@@ -244,7 +244,7 @@ _READERS: Registry[type[CheckpointReader]] = Registry(
         FORMAT: f"{_HERE}.reader:CheckpointReader",
         "torch_dist": f"{_HERE}.megatron_formats.torch_dist:TorchDistReader",
         "torch": f"{_HERE}.megatron_formats.torch_legacy:TorchLegacyReader",
-        "torch_dcp": f"{_HERE}.megatron_formats.torch_dcp:TorchDcpReader",
+        "torch_dcp": f"{_HERE}.megatron_formats.torch_dist:TorchDcpReader",
     },
 )
 

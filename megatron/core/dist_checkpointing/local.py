@@ -281,38 +281,29 @@ def find_local(
             continue
         parts = {}
         problems = []
+        common = None
         for rank, folder, manifest in own_parts:
             if _is_of(manifest, list(saved)):
                 try:
                     with CheckpointReader(folder) as reader:
                         reader.check_all()
+                        common = reader.common()
                     parts[rank] = folder
                 except (CheckpointError, OSError) as problem:
                     problems.append(str(problem))
-        answers = all_gather_json((sorted(parts), problems), group)
-        notes += sorted({problem for _, found in answers for problem in found})
-        holders = [ranks for ranks, _ in answers]
+        answers = all_gather_json((sorted(parts), problems, common), group)
+        notes += sorted({problem for _, found, _ in answers for problem in found})
+        holders = [ranks for ranks, *_ in answers]
         lost = sorted(set(range(group.size())).difference(*holders))
         if not lost:
-            return LocalSet(iteration, parts, holders, _common(parts, holders, group)), notes
+            common = next(values for *_, values in answers if values is not None)
+            return LocalSet(iteration, parts, holders, common), notes
         notes.append(f"{what} lacks the parts of ranks {lost}: no complete copy of them is left")
     return None, notes
 
 
 def _is_name(value: object) -> bool:
     return isinstance(value, list) and list(map(type, value)) == [int, str]
-
-
-def _common(
-    parts: Mapping[int, Path], holders: Sequence[Sequence[int]], group: ProcessGroup
-) -> JsonObject:
-    """Return the common values, from the first rank that has a part.  Collective."""
-    first = next(rank for rank, ranks in enumerate(holders) if ranks)
-    common = {}
-    if group.rank() == first:
-        with CheckpointReader(next(iter(parts.values()))) as reader:
-            common = reader.common()
-    return all_gather_json(common, group)[first]
 
 
 _Offered = Mapping[str, tuple[CheckpointReader, str, StoredBox]]  # by name of the box

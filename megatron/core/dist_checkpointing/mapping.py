@@ -234,14 +234,17 @@ def split(tensor: ShardedTensor, sizes: Sequence[int], dim: int = 0) -> Iterator
 
     first = 0
     for size in sizes:
-        pieces = []
+        pieces: list[Piece | LazyPiece] = []
         for piece in tensor.pieces:
             begin = piece.offset[dim]
             low, high = max(begin, first), min(begin + piece.shape[dim], first + size)
             if low < high:
+                offset = change(piece.offset, low - first)
                 make = partial(_narrow, piece, dim, low - begin, high - low)
-                shape = change(piece.shape, high - low)
-                pieces.append(LazyPiece(change(piece.offset, low - first), shape, make))
+                if isinstance(piece, Piece):
+                    pieces.append(Piece(offset, make()))
+                else:
+                    pieces.append(LazyPiece(offset, change(piece.shape, high - low), make))
         yield replace(tensor, global_shape=change(tensor.global_shape, size), pieces=tuple(pieces))
         first += size
 
@@ -284,36 +287,30 @@ def weights_then_state(tensors: Iterable[ShardedTensor]) -> tuple[list[ShardedTe
     return weights, state
 
 
-def to_write(tensors: Iterable[ShardedTensor], share_work: bool = True) -> list[ShardedTensor]:
+SavePlan = dict[tuple[str, ...], list[int]]  # keys of the tensors -> numbers of those to write
+
+
+def to_write(
+    tensors: ShardedTensors, share_work: bool = True, plan: SavePlan | None = None
+) -> list[ShardedTensor]:
     """Return the records that this rank writes: each has one writer.
 
     ``share_work``: balance the bytes over the replicas (`assign_replicas`).  Else replica 0 writes.
+    ``plan`` keeps the result for saves with the same keys in the same order.
     """
+    keys = tuple(tensor.key for tensor in tensors)
+    if plan is not None and keys in plan:
+        return [tensors[i] for i in plan[keys]]
     if share_work:
-        mine = [t for t, replica, owner in assign_replicas(tensors) if owner == replica.index]
+        mine = {id(t) for t, replica, owner in assign_replicas(tensors) if owner == replica.index}
     else:
-        mine = [t for t in tensors if t.replica is not None and t.replica.index == 0]
-    return sorted(mine, key=lambda t: t.key)
-
-
-class SavePlan:
-    """The cached result of `to_write`, for saves with the same keys in the same order.
-
-    With other keys it is computed again.
-    """
-
-    def __init__(self) -> None:
-        self._keys: list[str] = []
-        self._written: list[int] = []
-
-    def to_write(self, tensors: ShardedTensors, share_work: bool = True) -> list[ShardedTensor]:
-        """Return the records that this rank writes, as `to_write`."""
-        keys = [tensor.key for tensor in tensors]
-        if keys != self._keys:
-            number = {id(tensor): i for i, tensor in enumerate(tensors)}
-            self._written = [number[id(tensor)] for tensor in to_write(tensors, share_work)]
-            self._keys = keys
-        return [tensors[i] for i in self._written]
+        mine = {id(t) for t in tensors if t.replica is not None and t.replica.index == 0}
+    chosen = [i for i, tensor in enumerate(tensors) if id(tensor) in mine]
+    chosen.sort(key=keys.__getitem__)
+    if plan is not None:
+        plan.clear()
+        plan[keys] = chosen
+    return [tensors[i] for i in chosen]
 
 
 def assign_replicas(

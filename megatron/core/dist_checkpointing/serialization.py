@@ -56,6 +56,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensors,
     assign_replicas,
+    to_write,
     weights_then_state,
 )
 from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
@@ -133,7 +134,7 @@ def begin(
     the writing.  ``retention`` deletes older checkpoints after this one is published.  ``plan``
     caches the assignment between saves.  Raises SaveFailed on every rank if rank 0 fails.
     """
-    mine = (plan or SavePlan()).to_write(contents.tensors, share_work)
+    mine = to_write(contents.tensors, share_work, plan)
     sizes = gather_json(sum(tensor.num_bytes for tensor in mine), group)
     pending = None
     answer = {}

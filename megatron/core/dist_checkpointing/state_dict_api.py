@@ -197,7 +197,7 @@ def _write(
             sharded = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
             plain = _filled(built, {}, lambda e: _ABSENT if isinstance(e, sharded) else e, {})
             common = {_COMMON: encode(plain, _COMMON, common_tensors)}
-        records = to_write(tensors.values(), share_work=False)
+        records = to_write(list(tensors.values()), share_work=False)
         for place, tensor in common_tensors.items():
             records.append(ShardedTensor.from_rank_offsets(_COMMON_TENSOR + place, tensor))
         rank_save = RankSave(

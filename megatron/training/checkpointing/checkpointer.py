@@ -13,14 +13,12 @@ from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing.background import (
     BackgroundSave,
     HostBuffer,
-    Worker,
     finish_apart,
-    start_in_thread,
 )
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
 from megatron.core.dist_checkpointing.mapping import SavePlan
-from megatron.core.dist_checkpointing.serialization import SaveFailed, SaveResult
+from megatron.core.dist_checkpointing.serialization import PendingSave, SaveFailed, SaveResult
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.peft.lora import store_base
@@ -32,11 +30,7 @@ from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.non_persistent import keeps_parts, transient
 from megatron.training.checkpointing.save import (
     announce_memory,
-    begin_save,
-    contents_of,
-    finish_save,
     log_saved,
-    save_local_run,
     save_run,
 )
 from megatron.training.config.checkpoint import CheckpointConfig
@@ -76,8 +70,7 @@ class Checkpointer:
     failed_saves: int = 0  # consecutive
     events: list[CheckpointEvent] = field(default_factory=list)
     _snapshot_memory: HostBuffer = field(default_factory=HostBuffer)
-    _worker: Worker | None = None  # with --use-persistent-ckpt-worker
-    _plan: SavePlan | None = None  # with --ckpt-assume-constant-structure
+    _plan: SavePlan = field(default_factory=dict)
 
     @in_phase("loading a checkpoint")
     def load(self, run: RunContext, parts: RunParts) -> None:
@@ -165,30 +158,24 @@ class Checkpointer:
         is_local: bool,
     ) -> SaveResult | None:
         """Save and return the result; None if the save continues in the background."""
-        contents = contents_of(
+
+        def go_on(begun: PendingSave) -> None:
+            self.pending = BackgroundSave(begun, self._snapshot_memory, run.groups.world)
+            print_rank_0(
+                f"  scheduled an async checkpoint save at iteration {begun.iteration:7d} "
+                f"to {config.save}"
+            )
+
+        return save_run(
             config,
             self._with_origin(run, parts),
             run.state.to_dict(),
+            is_local=is_local,
+            plan=self._plan if config.ckpt_assume_constant_structure else None,
+            go_on=go_on if in_background else None,
             asked=_asked(run, config),
             write_config=lambda path: write_config(run.config, path),
         )
-        if is_local:
-            return save_local_run(config, contents, run.groups)
-        if config.ckpt_assume_constant_structure:
-            self._plan = self._plan or SavePlan()
-        begun = begin_save(config, contents, run.groups, self._plan)
-        if not in_background:
-            return finish_save(begun, run.groups)
-        start = start_in_thread
-        if config.use_persistent_ckpt_worker:
-            self._worker = self._worker or Worker()
-            start = self._worker.start
-        self.pending = BackgroundSave(begun, self._snapshot_memory, run.groups.world, start)
-        print_rank_0(
-            f"  scheduled an async checkpoint save at iteration {begun.iteration:7d} "
-            f"to {config.save}"
-        )
-        return None
 
     def convert(self, run: RunContext, parts: RunParts) -> None:
         """Save the loaded run in the format of --ckpt-convert-format."""
@@ -238,8 +225,6 @@ class Checkpointer:
         """
         if self.pending is not None:
             self.pending.wait_for_threads()
-        if self._worker is not None:
-            self._worker.close()
 
     def _ask(self, run: RunContext, how: Callable[[BackgroundSave], SaveResult | None]) -> None:
         pending = self.pending

@@ -24,7 +24,6 @@ import os
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -144,7 +143,6 @@ def _root(config: CheckpointConfig, beside: str | None) -> Path:
 
 
 FOLDER = "MEGATRON_MEMORY_DIR"
-_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _held: dict[Path, io.FileIO] = {}  # folder -> its locked file
 each_rank_owns(__name__, "_held")
 
@@ -179,18 +177,20 @@ def remove_memory(config: CheckpointConfig) -> None:
         _held.pop(folder).close()
 
 
-def check_host_memory(
-    config: CheckpointConfig, part_bytes: int, replication: Replication, group: ProcessGroup
-) -> str:
+def check_host_memory(config: CheckpointConfig, part_bytes: int, group: ProcessGroup) -> str:
     """Return a line with the memory that saves need and that is free.  Collective.
 
-    ``part_bytes``: size of this rank's part.  Raises ConfigError on every rank if a node has less
-    free memory than its saves need.
+    ``part_bytes``: size of this rank's part.  A node stores as many copies as its ranks send, and a
+    save beside the previous one.  Raises ConfigError on every rank if a node has less free memory
+    than its saves need.
     """
     folder = memory_folder(config)
     node = f"{process_memory.boot_id()} {folder.stat().st_dev} {folder}"
-    reports = all_gather_json((node, part_bytes, _free_bytes(folder)), group)
-    needed = bytes_per_node([(where, size) for where, size, _ in reports], replication)
+    num_bytes = 2 * (1 + replication_of(config).copies) * part_bytes
+    reports = all_gather_json((node, num_bytes, _free_bytes(folder)), group)
+    needed: dict[str, int] = Counter()
+    for where, size, _ in reports:
+        needed[where] += size
     free = {where: size for where, _, size in reports}
     tightest = min(needed, key=lambda where: free[where] - needed[where])
     ranks = [rank for rank, report in enumerate(reports) if report[0] == tightest]
@@ -206,22 +206,6 @@ def check_host_memory(
     return line
 
 
-def bytes_per_node(parts: Sequence[tuple[str, int]], replication: Replication) -> dict[str, int]:
-    """Return node -> bytes of two complete saves: a save is written beside the previous one.
-
-    ``parts``: node and size of the part of each rank.
-    """
-    stored = {
-        (parts[(rank + distance * replication.jump) % len(parts)][0], rank)
-        for distance in range(replication.copies + 1)
-        for rank in range(len(parts))
-    }
-    totals: dict[str, int] = Counter()
-    for node, rank in stored:
-        totals[node] += 2 * parts[rank][1]
-    return totals
-
-
 def _locked(folder: Path) -> io.FileIO:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
@@ -229,12 +213,6 @@ def _locked(folder: Path) -> io.FileIO:
         raise CheckpointError(
             f"{folder} belongs to another user or is not a folder: delete it, or give "
             "--non-persistent-local-ckpt-dir another folder in memory"
-        )
-    kind = _file_system(found.st_dev)
-    if kind not in (None, *_IN_MEMORY):
-        raise CheckpointError(
-            f"{folder} is on a file system of type {kind}, not in memory: give "
-            "--non-persistent-local-ckpt-dir a tmpfs, or use --non-persistent-ckpt-type local"
         )
     return lock_folder(folder)
 
@@ -248,13 +226,3 @@ def _free_bytes(folder: Path) -> int:
                 used += Path(place, name).stat().st_blocks * 512
     stats = os.statvfs(folder)
     return used + min(stats.f_bavail * stats.f_frsize, process_memory.free_for_job())
-
-
-def _file_system(device: int) -> str | None:
-    """Return the type of the mounted file system with this device number, None if unknown."""
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    types = {}
-    with suppress(OSError, ValueError):
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-        types = {line.split()[2]: line.split(" - ")[1].split()[0] for line in lines}
-    return types.get(wanted)

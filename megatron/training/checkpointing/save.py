@@ -41,18 +41,49 @@ def save_run(
     counters: Mapping[str, float],
     *,
     is_local: bool = False,
+    plan: SavePlan | None = None,
+    go_on: Callable[[PendingSave], object] | None = None,
     **values: Any,
-) -> SaveResult:
+) -> SaveResult | None:
     """Publish a checkpoint of ``counters["iteration"]`` in ``--save``.  Collective over all ranks.
 
-    `load_run` returns ``counters`` again; ``values``: see `contents_of`.  ``is_local``: save by
-    `save_local_run`.  Raises SaveFailed on every rank if any rank fails: then nothing is published,
-    earlier checkpoints are complete, and training may continue.
+    `load_run` returns ``counters`` again; ``values``: see `contents_of`.  ``is_local``: save each
+    rank's part in a directory of its node, with copies on its peers.  ``plan``: the same at every
+    save while the tensors stay the same.  ``go_on`` receives the save once its folder exists, to
+    write it in the background; the result is then None.
+
+    Raises SaveFailed on every rank if any rank fails: then nothing is published, earlier
+    checkpoints are complete, and training may continue.
     """
     contents = contents_of(config, parts, counters, **values)
+    world, iteration = parts.groups.world, contents.common["iteration"]
+    assert config.save is not None, "a save without --save"
     if is_local:
-        return save_local_run(config, contents, parts.groups)
-    return finish_save(begin_save(config, contents, parts.groups), parts.groups)
+        saved = save_local(
+            Path(config.save),
+            iteration,
+            contents,
+            world,
+            share_work=_shares_work(config),
+            replication=replication_of(config),
+        )
+    else:
+        begun = begin(
+            Path(config.save),
+            iteration,
+            contents,
+            world,
+            share_work=config.ckpt_fully_parallel_save,
+            format=FORMATS[config.ckpt_format],
+            retention=Retention(config.keep_last_checkpoints, config.save_retain_interval),
+            plan=plan,
+        )
+        if go_on is not None:
+            go_on(begun)
+            return None
+        saved = finish(begun, world)
+    log_saved(parts.groups, saved)
+    return saved
 
 
 def contents_of(
@@ -98,7 +129,7 @@ def announce_memory(config: CheckpointConfig, parts: RunParts) -> None:
     tensors = _tensors(config, parts, padded=False)
     mine = to_write(tensors) if _shares_work(config) else tensors
     size = sum(tensor.num_bytes for tensor in mine)
-    print_rank_0(check_host_memory(config, size, replication_of(config), parts.groups.world))
+    print_rank_0(check_host_memory(config, size, parts.groups.world))
 
 
 def _rank_state(config: CheckpointConfig, parts: RunParts) -> JsonObject | None:
@@ -108,61 +139,8 @@ def _rank_state(config: CheckpointConfig, parts: RunParts) -> JsonObject | None:
     return state or None
 
 
-def begin_save(
-    config: CheckpointConfig,
-    contents: Contents,
-    groups: ProcessGroupCollection,
-    plan: SavePlan | None = None,
-) -> PendingSave:
-    """Create the folder and assign to each rank what it writes.  Collective over all ranks.
-
-    Pass the same ``plan`` at every save while the tensors stay the same.
-    """
-    return begin(
-        _root(config),
-        contents.common["iteration"],
-        contents,
-        groups.world,
-        share_work=config.ckpt_fully_parallel_save,
-        format=FORMATS[config.ckpt_format],
-        retention=Retention(config.keep_last_checkpoints, config.save_retain_interval),
-        plan=plan,
-    )
-
-
-def finish_save(begun: PendingSave, groups: ProcessGroupCollection) -> SaveResult:
-    """Write and publish what `begin_save` began.  Collective over all ranks; raises SaveFailed."""
-    saved = finish(begun, groups.world)
-    log_saved(groups, saved)
-    return saved
-
-
-def save_local_run(
-    config: CheckpointConfig, contents: Contents, groups: ProcessGroupCollection
-) -> SaveResult:
-    """Save each rank's part in a directory of its node, with copies on its peers.
-
-    Otherwise as `save_run`.
-    """
-    saved = save_local(
-        _root(config),
-        contents.common["iteration"],
-        contents,
-        groups.world,
-        share_work=_shares_work(config),
-        replication=replication_of(config),
-    )
-    log_saved(groups, saved)
-    return saved
-
-
 def _shares_work(config: CheckpointConfig) -> bool:
     return config.non_persistent_local_ckpt_algo == "fully_parallel"
-
-
-def _root(config: CheckpointConfig) -> Path:
-    assert config.save is not None, "a save without --save"
-    return Path(config.save)
 
 
 def log_saved(groups: ProcessGroupCollection, saved: SaveResult) -> None:

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, split
 from megatron.core.params.param_info import info_of, local_part
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -52,17 +52,14 @@ def _part_of_mlp(
     is_first = "linear_fc1" in tensor.key
     dim, num_blocks = 0 if is_first else 1, 1 + (is_first and config.gated_linear_unit)
     share = tensor.global_shape[dim] // num_blocks  # an expert's width in the gate or up half
+    pieces = []
+    for block, own in enumerate(split(tensor, [share] * num_blocks, dim)):
+        for piece in own.pieces:
+            offset = list(piece.offset)
+            offset[dim] += share * (block * granularity + part)
+            pieces.append(replace(piece, offset=tuple(offset)))
     shape = list(tensor.global_shape)
     shape[dim] *= granularity
-    pieces = []
-    for piece in tensor.pieces:
-        begin, end = piece.offset[dim], piece.offset[dim] + piece.shape[dim]
-        for block in range(num_blocks):
-            low, high = max(begin, block * share), min(end, (block + 1) * share)
-            if low < high:
-                offset = list(piece.offset)
-                offset[dim] = low + share * (block * (granularity - 1) + part)
-                pieces.append(Piece(tuple(offset), piece.data.narrow(dim, low - begin, high - low)))
     return replace(tensor, global_shape=tuple(shape), pieces=tuple(pieces))
 
 

@@ -125,8 +125,8 @@ class CheckpointConfig:
     )
     use_persistent_ckpt_worker: bool = _ckpt(
         False,
-        "With --async-save, write all checkpoints in one background thread instead of a new "
-        "one per save.",
+        "With --async-save, keep the process that writes checkpoints.",
+        ignored="a thread of each rank writes, and a new one starts at once",
     )
     auto_detect_ckpt_format: bool = _ckpt(
         False,

@@ -11,7 +11,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.non_persistent import transient
-from megatron.training.checkpointing.save import contents_of, save_local_run, save_run
+from megatron.training.checkpointing.save import save_run
 from tests.support.tiny_run import (
     advance,
     assert_equal,
@@ -145,11 +145,7 @@ def test_a_run_that_has_only_non_persistent_checkpoints_is_continued(place, kind
     parts = dataclasses.replace(parts, started_from=load_run(config, parts).started_from)
     advance(parts, 2)
     brief = transient(config)
-    if kind == "local":
-        contents = contents_of(brief, parts, counters(2), asked={})
-        save_local_run(brief, contents, parts.groups)
-    else:
-        save_run(brief, parts, counters(2), asked={})
+    save_run(brief, parts, counters(2), asked={}, is_local=kind == "local")
     again = make_parts(seed=6)
     assert load_run(config, again).iteration == 2
     assert_equal(values(again), values(parts))

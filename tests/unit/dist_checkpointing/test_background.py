@@ -18,7 +18,6 @@ from megatron.core.dist_checkpointing import background, commit, mapping, serial
 from megatron.core.dist_checkpointing.background import (
     BackgroundSave,
     HostBuffer,
-    Worker,
     copy_out,
     finish_apart,
     snapshot,
@@ -26,7 +25,7 @@ from megatron.core.dist_checkpointing.background import (
 from megatron.core.dist_checkpointing.folders import choose
 from megatron.core.dist_checkpointing.formats import SAFETENSORS_DIST, Contents
 from megatron.core.dist_checkpointing.manifest import MANIFEST
-from megatron.core.dist_checkpointing.mapping import SavePlan, from_param, to_write
+from megatron.core.dist_checkpointing.mapping import assign_replicas, from_param, to_write
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.core.parallel.run_store import RunStore
@@ -239,42 +238,19 @@ def test_ranks_wait_for_one_that_says_that_it_still_writes(tmp_path, monkeypatch
     assert found[0]["folder"] == str(saved.folder)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_one_worker_writes_all_saves_and_goes_on_after_one_that_fails(tmp_path):
-    worker, threads = Worker(), []
-
-    def noting(*args, **kwargs):
-        threads.append(threading.current_thread())
-        if len(threads) == 3:
-            raise AssertionError("no checkpoint")
-        return SAFETENSORS_DIST.write_rank_files(*args, **kwargs)
-
-    noted = replace(SAFETENSORS_DIST, write_rank_files=noting)
-    for iteration in (1, 2, 3, 4):
-        begun = serialization.begin(tmp_path, iteration, contents(3)[0], None, format=noted)
-        saving = BackgroundSave(begun, HostBuffer(), None, worker.start)
-        if iteration == 3:
-            with pytest.raises(AssertionError, match="the thread that saves has failed"):
-                saving.wait()
-        else:
-            assert saving.wait().iteration == iteration
-    assert threads[0] is threads[1] is threads[2] is not threading.main_thread()
-    assert threads[3] is not threads[2]
-
-
 def test_a_plan_is_computed_again_only_for_another_structure(tmp_path):
     made, _ = contents(3)
-    plan, planned = SavePlan(), []
+    plan, planned = {}, []
 
-    def counting(tensors, share_work):
+    def counting(tensors):
         planned.append(len(tensors))
-        return to_write(tensors, share_work)
+        return assign_replicas(tensors)
 
     fewer = replace(made, tensors=made.tensors[:-1])
-    with mock.patch.object(mapping, "to_write", counting):
-        for iteration, chosen in enumerate((made, made, fewer, made), 1):
+    for iteration, chosen in enumerate((made, made, fewer, made), 1):
+        with mock.patch.object(mapping, "assign_replicas", counting):
             begun = serialization.begin(tmp_path, iteration, chosen, None, plan=plan)
-            assert begun.tensors == to_write(chosen.tensors)
+        assert begun.tensors == to_write(chosen.tensors)
     assert planned == [len(made.tensors), len(fewer.tensors), len(made.tensors)]
 
 

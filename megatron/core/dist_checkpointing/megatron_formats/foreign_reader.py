@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -150,24 +151,18 @@ class ForeignReader(CheckpointReader):
         dim, blocks = sharding_of(name, self.args)
         if is_copy or (dim is None and rank > 0):
             return
-        if dim is None:
-            self._add_rows(prefix + name, (0,) * len(array.shape), array)
-            return
         shape = list(array.shape)
-        shape[dim] *= tp
+        if dim is not None:
+            shape[dim] *= tp
         info = ParamInfo(
             global_shape=tuple(shape),
             shard_dim=dim,
             shard_index=rank,
-            shard_count=tp,
+            shard_count=1 if dim is None else tp,
             blocks=blocks,
         )
-        for local, whole in info.slices(array.shape):
-            box = [slice(0, n) for n in array.shape]
-            box[dim] = local
-            offset = [0] * len(shape)
-            offset[dim] = whole.start
-            self._add_rows(prefix + name, tuple(offset), array[tuple(box)])
+        for offset, view in info.pieces(array.view):
+            self._add_rows(prefix + name, offset, replace(array, view=view))
 
     def _add_rows(self, key: str, offset: Shape, array: StoredArray) -> None:
         """Add a box, its query, key and value rows in our order (`_in_our_order`)."""

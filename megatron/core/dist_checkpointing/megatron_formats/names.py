@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import Arguments, Shape
 
 # Pattern of a part of a name -> this project's name; all rules are applied, in order.
@@ -301,6 +302,40 @@ def ordered_names(
         yield f"output_layer.{_EXTRA_STATE}", ""
         yield from named(["output_layer.bias", "lm_head.output_layer", "binary_head"])
         yield from named(["pooler.dense"])
+
+
+def stage_names(
+    stored: Collection[str],
+    arguments: Arguments,
+    stage: int,
+    *,
+    experts: Sequence[int] | None,
+    layers: Sequence[Sequence[int]] | None = None,
+) -> Names:
+    """Yield the `ordered_names` of a virtual pipeline stage.
+
+    ``layers``: the layers of each stage; None if all have equally many.  Raises CheckpointError if
+    they cannot.
+    """
+    stages = int(arguments.get("pipeline_model_parallel_size") or 1)
+    stages *= int(arguments.get("virtual_pipeline_model_parallel_size") or 1)
+    mine = None
+    if stages > 1 and layers:
+        mine = layers[stage]
+    elif stages > 1:
+        count = len({layer[1] for layer in map(split_layer, stored) if layer})
+        if count % stages:
+            raise CheckpointError(f"{count} layers cannot be split over {stages} stages")
+        size = count // stages
+        mine = range(stage * size, (stage + 1) * size)
+    yield from ordered_names(
+        stored,
+        arguments,
+        layers=mine,
+        experts=experts,
+        is_first=stage == 0,
+        is_last=stage == stages - 1,
+    )
 
 
 def _stored_names(

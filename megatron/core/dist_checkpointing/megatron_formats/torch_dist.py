@@ -1,12 +1,14 @@
-"""Format ``torch_dist``, as Megatron-LM core_v0.14 reads and writes it.
+"""Read the formats in files of torch.distributed.checkpoint, as Megatron-LM core_v0.14 writes them.
 
-PyTorch distributed checkpoint files, common.pt and metadata.json.
+Formats ``torch_dcp`` and ``fsdp_dtensor`` are a nested state dict, whose values, including the
+command line, are all saved by torch.  Optimizer state is stored by parameter number as in format
+``torch``, or by parameter name.
 
-Equal tensors of all layers are stacked, with the layer as first dimension, unless the layers
-differ; those of all experts of a layer likewise, by expert number.  A distributed optimizer saves
-each rank's range of a flattened shard: a tensor of shape [X, Y] with shards [x, y] is stored with
-shape [X/x, Y/y, x*y], and its original shape is stored in the index.  Vocabulary padding is
-written.
+Format ``torch_dist`` has common.pt and metadata.json besides.  Equal tensors of all layers are
+stacked, with the layer as first dimension, unless the layers differ; those of all experts of a
+layer likewise, by expert number.  A distributed optimizer saves each rank's range of a flattened
+shard: a tensor of shape [X, Y] with shards [x, y] is stored with shape [X/x, Y/y, x*y], and its
+original shape is stored in the index.  Vocabulary padding is written.
 
 ``fully_sharded_bucket_space``: each bucket of an optimizer's buffer, padding included, is one flat
 tensor over the data-parallel ranks:
@@ -33,7 +35,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
-from megatron.core.config.value_types import Arguments, Shape, Unpickled
+from megatron.core.config.value_types import Arguments, Nested, Shape, StateDict, Unpickled
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_FILE,
     METADATA,
@@ -58,15 +60,15 @@ from megatron.core.dist_checkpointing.megatron_formats.names import (
     OUTPUT,
     blocks_of,
     is_buffer,
-    ordered_names,
     our_name,
     sharding_of,
     split_block,
     split_half,
     split_stack,
     split_state,
+    stage_names,
 )
-from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import optimizer_state
+from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import State, optimizer_state
 from megatron.core.parallel.rank_grid import RankGrid
 from megatron.core.params.param_info import flat_boxes
 
@@ -124,30 +126,20 @@ class TorchDistReader(ForeignReader):
 
     def _params_of(self, stage: int, weights: _Weights) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Yield, for each model chunk of a stage, each parameter and a rank's shard (no values)."""
-        tp, pp = degree(self.args, "tensor"), degree(self.args, "pipeline")
-        num_stages = pp * int(self.args.get("virtual_pipeline_model_parallel_size") or 1)
-        size = int(self.args["num_layers"]) // num_stages
-        for virtual in range(stage, num_stages, pp):
-            names = ordered_names(
-                weights,
-                self.args,
-                experts=() if degree(self.args, "expert") > 1 else None,
-                layers=range(virtual * size, (virtual + 1) * size),
-                is_first=virtual == 0,
-                is_last=virtual == num_stages - 1,
-            )
+        pp = degree(self.args, "pipeline")
+        experts = () if degree(self.args, "expert") > 1 else None
+        for chunk in range(int(self.args.get("virtual_pipeline_model_parallel_size") or 1)):
+            names = stage_names(weights, self.args, chunk * pp + stage, experts=experts)
             yield (
-                (OUTPUT if local == OUTPUT else name, self._shard(name, *weights[name], tp))
+                (OUTPUT if local == OUTPUT else name, self._shard(name, *weights[name]))
                 for local, name in names
                 if name and not is_buffer(name)
             )
 
-    def _shard(
-        self, name: str, dtype: torch.dtype, pieces: Sequence[ForeignPiece], tp: int
-    ) -> Tensor:
+    def _shard(self, name: str, dtype: torch.dtype, pieces: Sequence[ForeignPiece]) -> Tensor:
         whole = torch.empty(span_of(pieces), dtype=dtype, device="meta")
         dim = sharding_of(name, self.args).dim
-        return whole if dim is None else whole.chunk(tp, dim)[0]
+        return whole if dim is None else whole.chunk(degree(self.args, "tensor"), dim)[0]
 
     def _rng_state(self, rank: int) -> Unpickled | None:
         key, at = rng_shard(self.manifest.layout, rank)
@@ -287,3 +279,106 @@ def _joined(parts: _Parts, dtype: torch.dtype, offset: int, count: int) -> Tenso
     if missing:
         raise CheckpointDamaged(f"{missing} elements of a bucket of the optimizer are missing")
     return flat
+
+
+# Names of main parameters in the optimizer of --use-megatron-fsdp.
+_MAIN = ("param", "master_param", "fp32_param")
+
+
+class TorchDcpReader(ForeignReader):
+    """Reader of a checkpoint in format torch_dcp or fsdp_dtensor."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        with parsing(folder / METADATA):
+            self._read_index(DcpIndex(folder, self._map))
+
+    def _read_index(self, index: DcpIndex) -> None:
+        """Set ``values`` and ``tensors`` from the index."""
+        self.values = state = _unflatten(index)
+        model = state.get("model")
+        if not isinstance(model, Mapping):
+            raise CheckpointError(
+                f"{self.folder / METADATA} holds no model: it is no checkpoint of Megatron-LM "
+                "in format torch_dcp or fsdp_dtensor"
+            )
+        check_args(self.args)
+        params = [(name, tensor) for name, tensor in model.items() if isinstance(tensor, DcpTensor)]
+        for name, tensor in params:
+            self._add_tensor("", name, tensor)
+        optimizer = state.get("optimizer")
+        if isinstance(optimizer, Mapping):
+            trained = [param for param in params if not is_buffer(param[0])]
+            for kind, name, tensor in self._optimizer_state(optimizer, trained):
+                self._add_tensor(f"{STATE_PREFIX}{kind}.", name, tensor)
+        self._finish()
+
+    def _rng_state(self, rank: int) -> Unpickled | None:
+        """Return the random states of ``rank``, or None.
+
+        Megatron-LM saves only those of rank 0.  Its data-parallel peers use them too; ranks with
+        another tensor- or pipeline-parallel rank have none.
+        """
+        states, world_size = self.values.get("rng_state"), self.manifest.layout["world_size"]
+        if not states or rank >= world_size:
+            return None
+        if len(states) < world_size:
+            at = self._coordinate(rank)
+            if at["tp"] or at["pp"]:
+                return None
+            rank = 0
+        return _with_arrays(states[rank])
+
+    def _optimizer_state(
+        self, optimizer: Unpickled, params: list[tuple[str, DcpTensor]]
+    ) -> Iterator[State]:
+        by_name = optimizer.get("optimizer", optimizer).get("state", {})
+        if not any(isinstance(key, str) for key in by_name):
+            what = f"{self.folder}: the optimizer's state"
+            yield from optimizer_state(what, optimizer, None, [params], self.args, 0)
+            return
+        for name, kinds in by_name.items():
+            for kind, tensor in kinds.items():
+                if kind != "step" and isinstance(tensor, DcpTensor):
+                    yield "fp32_param" if kind in _MAIN else kind, name, tensor
+
+    def _add_tensor(self, prefix: str, name: str, tensor: DcpTensor) -> None:
+        key = prefix + re.sub(r"^(module\.)+", "", name)
+        for our_key, piece in _pieces(key, tensor, self.args):
+            self._add(our_key, tensor.dtype, piece)
+
+
+def _unflatten(index: DcpIndex) -> StateDict:
+    """Rebuild the state dict that was flattened; tensors stay `DcpTensor` records."""
+    root: StateDict = {}
+    for key in (*index.tensors, *index.objects):
+        steps = index.paths.get(key) or key.split(".", 1)
+        path = [int(step) if str(step).isdecimal() else step for step in steps]
+        at: Nested = root
+        for step in path[:-1]:
+            at = at.setdefault(step, {})
+        at[path[-1]] = index.tensors[key] if key in index.tensors else index.load(key)
+    for name in ("args", "iteration", "checkpoint_version", "opt_param_scheduler"):
+        if isinstance(root.get(name), DcpTensor):
+            root[name] = root[name].chunks[0].array()
+    return {name: _dicts_to_lists(value, name) for name, value in root.items()}
+
+
+def _dicts_to_lists(tree: Nested, name: object) -> Nested:
+    """Convert dicts with integer keys, left by flattening, back to lists.
+
+    The ``state`` of an optimizer stays a dict.
+    """
+    if not isinstance(tree, dict):
+        return tree
+    items = {key: _dicts_to_lists(value, key) for key, value in tree.items()}
+    is_list = items and name != "state" and all(isinstance(key, int) for key in items)
+    return [items[key] for key in sorted(items)] if is_list else items
+
+
+def _with_arrays(tree: Nested) -> Nested:
+    if isinstance(tree, DcpTensor):
+        return tree.chunks[0].array()  # small, and written by one rank
+    if isinstance(tree, Mapping):
+        return {key: _with_arrays(value) for key, value in tree.items()}
+    return tree

@@ -72,12 +72,12 @@ from megatron.core.dist_checkpointing.megatron_formats.names import (
     is_before_core,
     is_buffer,
     is_expert,
-    ordered_names,
     our_name,
     sharding_of,
     split_expert,
     split_layer,
     split_state,
+    stage_names,
 )
 from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import (
     BUFFER_KINDS,
@@ -387,29 +387,9 @@ class _Tree:
 
         The global name is empty for an ``_extra_state`` entry, which has no tensor.
         """
-        stage = chunk * self.pp + pp
-        last = self.num_chunks * self.pp - 1
-        return ordered_names(
-            self.reader.tensors,
-            self.args,
-            experts=experts,
-            layers=self._layers(stage, last + 1),
-            is_first=stage == 0,
-            is_last=stage == last,
-        )
-
-    def _layers(self, stage: int, num_stages: int) -> Sequence[int] | None:
-        """Return the layers of a virtual stage: as in the run, else equally many on each stage."""
-        if num_stages == 1:
-            return None
-        if given := self.common.get("stages"):
-            layers: list[int] = given[stage]
-            return layers
-        count = len({layer[1] for layer in map(split_layer, self.reader.tensors) if layer})
-        if count % num_stages:
-            raise CheckpointError(f"{count} layers cannot be split over {num_stages} stages")
-        size = count // num_stages
-        return range(stage * size, (stage + 1) * size)
+        layers = self.common.get("stages")
+        stage, stored = chunk * self.pp + pp, self.reader.tensors
+        return stage_names(stored, self.args, stage, experts=experts, layers=layers)
 
     def _shard(self, name: str, tp: int, prefix: str = "") -> Tensor:
         """Return the shard of a tensor-parallel rank."""
