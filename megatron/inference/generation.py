@@ -85,7 +85,7 @@ _LEFT_OUT = frozenset(
     "microbatch_group_size_per_vp_stage account_for_embedding_in_pipeline_split "
     "account_for_loss_in_pipeline_split overlap_moe_expert_parallel_comm tp_comm_overlap "
     "recompute_granularity recompute_method recompute_num_layers recompute_modules "
-    "batch_invariant_mode enable_cuda_graph external_cuda_graph moe_enable_deepep encoder_tp "
+    "enable_cuda_graph external_cuda_graph moe_enable_deepep encoder_tp "
     "moe_expert_capacity_factor moe_pad_expert_input_to_capacity".split()
 )
 # Values set for every generation run.
@@ -348,13 +348,10 @@ def open_engine(
 ) -> TrainingEngine:
     """Build an engine for the model of ``run``, with its weights.  Collective over all ranks.
 
-    The engine is batch invariant if the run is: then both compute the same log-probabilities.
     ``share_memory``: parameters that a rank holds alike in both models are not copied, so that a
     training step changes the engine at once: call `TrainingEngine.update` before the engine goes
     on.
     """
-    is_invariant = options.batch_invariant or run.config.model.batch_invariant_mode
-    options = replace(options, batch_invariant=is_invariant)
     config = generation_config(
         run.config.asked,
         None,

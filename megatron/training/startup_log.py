@@ -87,11 +87,6 @@ def print_attention_backends(config: RunConfig) -> None:
         print_rank_0(
             "attention: Transformer Engine; PyTorch computes calls that it does not support:"
         )
-    if model.batch_invariant_mode:
-        print_rank_0(
-            "forward pass: matmuls and attention by the kernels of generation "
-            "(--batch-invariant-mode); backward passes:"
-        )
     requests = {f" with {kind}" if kind else "": attention_request(config, kind) for kind in kinds}
     if model_kind_of(config).reads_images:
         requests[" of the image encoder"] = encoder_attention_request(config)

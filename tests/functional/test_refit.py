@@ -20,7 +20,6 @@ from megatron.inference.engine_flags import GenerationLayout
 from megatron.inference.generation import TrainingEngine, Writer, open_engine, open_writer
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
-from tests.support import host_gpu
 from tests.support.ranks import run_ranks
 from tests.support.runs import losses, run_gpt
 
@@ -144,24 +143,6 @@ def test_an_engine_in_training_writes_what_one_of_the_checkpoint_writes(
             assert of_prompt == pytest.approx(of_forward, abs=1e-5)
         must_be_equal(found, answer)
     assert lines[0][1] != lines[1][1], "training has changed nothing"
-
-
-@pytest.mark.skipif(host_gpu.is_asked(), reason="--batch-invariant-mode runs on a CPU only")
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_batch_invariant_run_computes_the_bits_of_its_engine(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ENGINE", json.dumps({"layout": {"tensor": 1}}))
-    monkeypatch.setenv("GENERATED", str(tmp_path / "generated"))
-    argv = ["--train-iters", str(2 * EVERY), *(["--bf16"] if dtype == "bf16" else [])]
-    callback = ["--callback", "tests.functional.test_refit:Generates"]
-    invariant = run_gpt(tmp_path / "a", *argv, *callback, "--batch-invariant-mode")
-    usual = run_gpt(tmp_path / "b", *argv)
-    assert losses(invariant) == pytest.approx(losses(usual), rel=1e-4 if dtype == "fp32" else 1e-2)
-    lines = [json.loads(line) for line in (tmp_path / "generated").read_text().splitlines()]
-    assert len(lines) == 2
-    for _, found, of_training in lines:
-        assert [of_prompt for _, _, of_prompt in found] == of_training
 
 
 def with_bad_updates(

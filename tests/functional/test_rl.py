@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import host_gpu, selection
+from tests.support import selection
 from tests.support.rl_environments import Echo
 from tests.support.rl_runs import numbers, refusal_of_rl, run_rl
 
@@ -103,15 +103,6 @@ def test_experts_train_alike_with_and_without_padding(tmp_path: Path) -> None:
     found = run_rl(tmp_path / "layout", *experts, *flags.split(), world_size=2)
     assert "load_balancing_loss" in alone[0]
     compare(found, alone)
-
-
-@pytest.mark.feature("RL: sampled and trained log-probabilities are equal by bits")
-@pytest.mark.skipif(host_gpu.is_asked(), reason="--batch-invariant-mode is for a CPU")
-def test_sampled_and_trained_log_probs_are_equal_by_bits(tmp_path: Path) -> None:
-    invariant = run_rl(tmp_path / "a", "--batch-invariant-mode", "--global-batch-size", "16")
-    assert [line["sampling difference"] for line in invariant] == [0.0] * 6
-    usual = run_rl(tmp_path / "b", "--global-batch-size", "16")
-    assert 0 < max(line["sampling difference"] for line in usual) < 1e-5
 
 
 @pytest.mark.feature("RL: a run goes on inside of a round with the same numbers")

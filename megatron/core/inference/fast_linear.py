@@ -36,7 +36,7 @@ def use_fast_linears(
     Raises MissingDependency or ConfigError if ``batch_invariant`` is not possible.
     """
     if batch_invariant:
-        make_batch_invariant(model, "--inference-batch-invariant")
+        make_batch_invariant(model)
     for module in model.modules():
         if isinstance(module, Linear) and (
             module.quantizer is None or isinstance(module.quantizer, FastLinear)

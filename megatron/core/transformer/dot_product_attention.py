@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core import device
-from megatron.core.autograd import Context, Function
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.causal_attention import causal_attention
-from megatron.core.fusions.paged_attention import PagedBatch, PagedRule, paged_attention
+from megatron.core.fusions.paged_attention import PagedRule
 from megatron.core.packed_seq_params import AttentionMask, PackedBounds, PackedSeqParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import new_parameter, param_info_for
@@ -70,7 +68,6 @@ class DotProductAttention(MegatronModule):
 
     sdpa: Callable[..., Tensor] = staticmethod(F.scaled_dot_product_attention)
     takes_narrow_values = True  # than keys; otherwise the caller pads them
-    is_batch_invariant = False  # `make_batch_invariant` sets it on an instance
 
     def __init__(
         self,
@@ -152,7 +149,7 @@ class DotProductAttention(MegatronModule):
     def _attends_to_narrow(self, query: Tensor, value: Tensor, context: AttentionContext) -> bool:
         """Return whether a kernel takes ``value`` as it is, narrower than ``query``."""
         hiding = (context.hidden, context.packed, context.documents, context.sink, self.cp_comm)
-        is_special = any(x is not None for x in hiding) or self.is_batch_invariant
+        is_special = any(x is not None for x in hiding)
         is_grouped = query.shape[2] != value.shape[2]
         names = self._choose(
             query,
@@ -184,17 +181,6 @@ class DotProductAttention(MegatronModule):
 
     def attend(self, qkv: QKV, context: AttentionContext) -> Tensor:
         """Attend on this rank alone: [q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d]."""
-        if not self.is_batch_invariant:
-            return self._attend(qkv, context)
-        return _InvariantAttention.apply(
-            *qkv,
-            context.sink,
-            replace(self.paged_rule(qkv[0]), sink=context.sink),
-            context.lengths(len(qkv[0])),
-            lambda *qkv, sink: self._attend(qkv, context._replace(sink=sink)),
-        )
-
-    def _attend(self, qkv: QKV, context: AttentionContext) -> Tensor:
         query, key, value = qkv
         where = query.device
         dropout = self._dropout()
@@ -258,7 +244,7 @@ class DotProductAttention(MegatronModule):
         sizes = (*lengths, rest) if rest else lengths
         parts = zip(*(x.split(sizes) for x in qkv), strict=True)
         alone = context._replace(packed=None)
-        return torch.cat([self._attend(part, alone) for part in parts])
+        return torch.cat([self.attend(part, alone) for part in parts])
 
     def attend_in_ring(self, qkv: QKV, context: AttentionContext, ring: Ring) -> Tensor:
         """Attend to the keys and values of all ranks of the ring; shapes as in `attend`.
@@ -383,61 +369,3 @@ def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> QKV:
     if times > 1:
         key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
     return query, key, value
-
-
-DefaultAttention = Callable[..., Tensor]  # query, key, value, scores of the sink -> [s, b, n d]
-
-
-class _InvariantAttention(Function[Tensor]):
-    """Causal attention of a training pass in the summation order of generation.
-
-    `paged_attention` computes the forward pass, so that a token gets the bits that the generation
-    engine gives it.  Backward computes the attention again by ``default``, which sums in any order,
-    and differentiates that: the gradients are those of the default mode, up to rounding.
-
-    ``lengths``: lengths of the documents packed in each sequence; tokens see their own document.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Context[DefaultAttention],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        rule: PagedRule,
-        lengths: tuple[int, ...],
-        default: DefaultAttention,
-    ) -> Tensor:
-        ctx.save_for_backward(query, key, value, sink)
-        ctx.values = default
-        s, b = query.shape[:2]
-        # A token is a page, in the memory order of keys: token t of sequence i is page t b + i.
-        keys, values = (x.contiguous().flatten(0, 1).unsqueeze(1) for x in (key, value))
-        rows = query.transpose(0, 1).flatten(0, 1)  # a document's rows follow each other
-        out = paged_attention(rows, keys, values, _batch_of(lengths, b), rule)
-        return out.view(b, s, -1).transpose(0, 1).contiguous()
-
-    @staticmethod
-    def backward(ctx: Context[DefaultAttention], grad: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[:4]
-        saved = zip(ctx.saved_tensors, needed, strict=True)
-        leaves = [None if x is None else x.detach().requires_grad_(n) for x, n in saved]
-        with torch.enable_grad():
-            out = ctx.values(*leaves[:3], sink=leaves[3])
-        inputs = [x for x in leaves if x is not None and x.requires_grad]
-        found = iter(torch.autograd.grad(out, inputs, grad))
-        return *(next(found) if n else None for n in needed), None, None, None
-
-
-def _batch_of(lengths: tuple[int, ...], num_sequences: int) -> PagedBatch:
-    """Return the segments of documents of ``lengths`` in each of ``num_sequences`` sequences."""
-    num_tokens = sum(lengths)
-    longest = max(lengths)
-    of_all = torch.tensor(lengths, dtype=torch.int32).repeat(num_sequences)
-    ends = of_all.cumsum(0, dtype=torch.int32)
-    starts = (ends - of_all) % num_tokens
-    sequence = torch.arange(num_sequences, dtype=torch.int32).repeat_interleave(len(lengths))
-    tokens = starts[:, None] + torch.arange(longest, dtype=torch.int32)
-    table = tokens.clamp(max=num_tokens - 1) * num_sequences + sequence[:, None]
-    return PagedBatch(torch.cat([ends.new_zeros(1), ends]), of_all, table.contiguous())

@@ -111,8 +111,7 @@ _LEAST_TOKENS = 256  # with fewer tokens the GEMM with the vocabulary is slow
 def resolve_loss_chunks(config: RunConfig, padded_vocab_size: int, memory: float) -> RunConfig:
     """Return ``config`` with the chunk size for a rank with ``memory`` bytes."""
     model = config.model
-    has_whole_logits = model.defer_embedding_wgrad_compute or model.batch_invariant_mode
-    if model.loss_chunk_size is not None or has_whole_logits:
+    if model.loss_chunk_size is not None or model.defer_embedding_wgrad_compute:
         return config
     each = _bytes_of_token(config, padded_vocab_size)
     if logits_bytes(config, padded_vocab_size) <= _SHARE_OF_ALL * memory:

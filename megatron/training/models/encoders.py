@@ -24,7 +24,7 @@ from megatron.training.config.vision import VisionConfig
 # What the encoder and the projector have in common with the language model.
 _INHERITED = (
     "activation_func activation_func_clamp_value add_bias_linear add_qkv_bias attention_backend "
-    "attention_dropout attention_softmax_in_fp32 batch_invariant_mode bf16 "
+    "attention_dropout attention_softmax_in_fp32 bf16 "
     "bias_activation_fusion bias_dropout_fusion calculate_per_token_loss compile "
     "deterministic_mode disable_bf16_reduced_precision_matmul ffn_hidden_size fp16 fp8 "
     "fp8_amax_compute_algo fp8_amax_history_len fp8_interval fp8_margin fp8_param fp8_recipe "

@@ -40,7 +40,6 @@ from megatron.core.params.param_init import initialize_parameters
 from megatron.core.peft.lora import attach_adapters, check_targets, names_in
 from megatron.core.tensor_parallel.overlap import overlap_layers
 from megatron.core.tensor_parallel.quantized_linear import quantizers_of
-from megatron.core.transformer.batch_invariant import TRAINING, make_batch_invariant
 from megatron.core.transformer.compiled import compile_layers
 from megatron.core.transformer.module import Float16Module
 from megatron.training.config.run import RunConfig
@@ -129,9 +128,6 @@ def build_model_chunks(
         _initialize(run, chunk)
     _print_number_of_parameters(run, chunks)
     chunks = [_wrapped(run, chunk, wrap) for chunk in chunks]
-    if run.config.model.batch_invariant_mode:
-        for model in chunks:
-            make_batch_invariant(model, TRAINING)
     if run.config.model.tp_comm_overlap and device.is_cuda():  # a CPU has announced it
         _overlap(run, chunks)
     if wrap:

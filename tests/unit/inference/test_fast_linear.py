@@ -170,10 +170,6 @@ def test_the_sigmoid_is_that_of_torch() -> None:
     wanted = torch.sigmoid(x.double()).float()
     found = sigmoid(x)
     torch.testing.assert_close(found, wanted, equal_nan=True, **tolerances.of(torch.float32))
-    leaf, plain = (torch.cat([x[:7], torch.zeros(1)]).requires_grad_() for _ in range(2))
-    sigmoid(leaf).sum().backward()
-    torch.sigmoid(plain).sum().backward()
-    torch.testing.assert_close(leaf.grad, plain.grad, **tolerances.of(torch.float32))
 
 
 @torch.no_grad()

@@ -116,16 +116,6 @@ def test_the_table_of_a_gpu_names_the_kernel_of_windows_and_masks(
     assert rows[name] == reason
 
 
-def test_the_kernels_of_a_batch_invariant_forward_pass_are_reported(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = "--batch-invariant-mode --attention-dropout 0 --hidden-dropout 0"
-    print_attention_backends(run_of(words))
-    forward, backward = capsys.readouterr().out.splitlines()[:2]
-    assert forward.endswith("kernels of generation (--batch-invariant-mode); backward passes:")
-    assert backward == "attention backends:"
-
-
 @pytest.mark.feature("Kernels: the log says at the start whose kernels compute fused operations")
 def test_the_kernels_of_fused_operations_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -83,9 +83,9 @@ class FusionConfig:
     )
     batch_invariant_mode: bool = _training(
         False,
-        "Compute the forward pass by kernels that sum in a fixed order, so that a token has the "
-        "same bits in any batch; log-probabilities then equal those of the generation engine with "
-        "--inference-batch-invariant. On a CPU only; slower.",
+        "Compute the forward pass of training by the kernels of generation.",
+        ignored="training computes by its own kernels; log-probabilities of the generation engine "
+        "agree to rounding, and --inference-batch-invariant makes them independent of the batch",
     )
     masked_softmax_fusion: bool = _training(True, "Do not fuse scaling, masking and softmax.")
     bias_gelu_fusion: bool = _training(

@@ -159,45 +159,9 @@ _COMPILATION = where(
     },
 )
 
-_BATCH_INVARIANCE = where(
-    "--batch-invariant-mode",
-    {
-        "--batch-invariant-mode: {found} changes the log-probabilities at random; use 0": given(
-            "--attention-dropout --hidden-dropout", bool
-        ),
-        "--batch-invariant-mode: {found} has no kernel that sums in a fixed order; use --bf16 or "
-        "fp32": "--fp16",
-        "--batch-invariant-mode: {found} replaces its kernels; use none": given(
-            "--compile", lambda name: name != "none"
-        ),
-        "--batch-invariant-mode: {found} has no kernel that sums in a fixed order; use 1": given(
-            "--context-parallel-size", lambda size: size > 1
-        ),
-        "--batch-invariant-mode: {found} generates in another order; leave it "
-        "out": "--cache-mla-latents",
-        "--batch-invariant-mode: {found} has no kernel that sums in a fixed order; use rope or "
-        "learned_absolute": "--position-embedding-type alibi relative",
-        "--batch-invariant-mode: {found} has no kernel that sums in a fixed order; leave it "
-        "out": "--reset-attention-mask",
-        "--batch-invariant-mode: {found} computes logits in another order; use 0": given(
-            "--loss-chunk-size", bool
-        ),
-        "--batch-invariant-mode: {found} depends on all tokens of a batch; leave it "
-        "out": "--moe-expert-capacity-factor --moe-router-force-load-balancing",
-        "--batch-invariant-mode: {found} changes the log-probabilities at random; leave it "
-        "out": given("--moe-input-jitter-eps", bool),
-        "--batch-invariant-mode: {found} depends on all tokens of a batch; use aux_loss": given(
-            "--moe-router-load-balancing-type", lambda names: names == ("sinkhorn",)
-        ),
-        "--batch-invariant-mode: --{format_flag} depends on all tokens of a batch; leave it "
-        "out": lambda c: c.is_quantized,
-    },
-)
-
 RULES = rules(
     _RECOMPUTATION,
     _OFFLOADING,
     _GRAPHS,
     _COMPILATION,
-    _BATCH_INVARIANCE,
 )
