@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.fusions.attention_merge import merge_attention
 from megatron.core.transformer.attention_blocks import BlockCall, ScoreRule, block_kernel
+from megatron.core.transformer.context_parallel import merge_attention
 from tests.gpu.conftest import IS_INTERPRETED
 from tests.support import tolerances
 
@@ -20,6 +20,13 @@ CASES = [
 ]
 _SCALE = 0.25
 _ROWS = slice(8, 32)  # the queries of a block, out of longer rows
+
+
+@pytest.fixture(autouse=True)
+def kernels_used(kernels_used: set[str]) -> set[str]:
+    """Count torch's kernels: no other is tested here."""
+    kernels_used.add("torch")
+    return kernels_used
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,6 @@ SMALL_FILES: dict[str, str] = {
     "megatron/core/diagnostics/log_once.py": _IN_ALL,
     "megatron/core/distributed/sharding.py": _IN_ALL,
     "megatron/core/fusions/adam_step.py": "kernels of CPU and GPU share it without importing both",
-    "megatron/core/fusions/attention_merge.py": "a kernel: the file holds its plain reference",
     "megatron/core/inference/common_inference_params.py": _OF_MEGATRON,
     "megatron/core/inference/contexts/inference_params.py": _OF_MEGATRON,
     "megatron/core/inference/engines/mcore_engine.py": _OF_MEGATRON,

@@ -228,11 +228,3 @@ def _launch_scan(scan: Any) -> None:
         C = rows(groups, 128)
         both = scan.scan(rows(heads, 64), steps, B, C, _leaf(heads), state, sequence)
         torch.autograd.backward(both, [torch.empty_like(y) for y in both])
-
-
-def _launch_attention_merge(merge: Any) -> None:
-    for rows, heads, queries, width in ((8, 128, 2**17, 128), (1024, 128, 512, 256)):
-        lse = _empty(rows, heads, queries, dtype=FP32)
-        part = _empty(rows, queries, heads, width).transpose(1, 2)
-        for out in (_empty(*part.shape, dtype=FP32), torch.empty_like(part, dtype=FP32)):
-            merge.merge_attention(out, lse, part, lse)

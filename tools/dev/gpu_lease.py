@@ -263,7 +263,7 @@ def sanitize(asked: argparse.Namespace) -> list[Command]:
     commands = []
     for tool in ("memcheck", "racecheck"):
         checker = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-        for name in ("attention_merge", "mlp", "quantize", "kernels", "adam"):
+        for name in ("mlp", "quantize", "kernels", "adam"):
             words = [*checker, *tests, f"tests/gpu/test_{name}.py"]
             commands.append(Command(f"{tool} {name}", words, 300, _no_error))
     return _selected(asked, commands)

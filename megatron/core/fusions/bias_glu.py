@@ -37,24 +37,6 @@ def glu_reference(
     return act(gate) * (up + offset if offset else up)
 
 
-class _SwiGLU(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Context[None], gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Context[None], grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        out = torch.empty_like(gate_up)
-        grad_gate, grad_up = out.chunk(2, -1)
-        torch.mul(F.silu(gate), grad, out=grad_up)
-        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-        return out
-
-
 _How = tuple[Activation, float | None, float]  # the arguments of `glu_reference` after gate_up
 
 
@@ -90,10 +72,7 @@ def glu(
     if found and gate_up.is_contiguous():
         y = found.glu(gate_up, _FUSED[act], clamp, offset, weights)
         return y
-    if act is F.silu and clamp is None and not offset:
-        y = _SwiGLU.apply(gate_up)
-    else:
-        y = _GLU.apply(gate_up, act, clamp, offset)
+    y = _GLU.apply(gate_up, act, clamp, offset)
     return y if weights is None else weighed(y, weights)
 
 

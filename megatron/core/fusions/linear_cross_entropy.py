@@ -9,6 +9,7 @@ compute the logits of some tokens at a time.  Collectives over the group: one ma
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
 
@@ -84,35 +85,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _parts(logits: Tensor) -> list[slice]:
-    """Return slices of rows that are converted to float32 at a time."""
+def _parts(logits: Tensor) -> Iterator[slice]:
+    """Yield slices of rows that are converted to float32 at a time."""
     elements = _ELEMENTS_GPU if device.is_cuda(logits.device) else _ELEMENTS_CPU
     step = max(1, elements // logits.shape[1])
-    return [slice(i, i + step) for i in range(0, logits.shape[0], step)]
-
-
-class _Scratch:
-    """A float32 buffer for one slice of rows that fits into the cache of a CPU."""
-
-    def __init__(self, logits: Tensor, parts: list[slice]) -> None:
-        self.dtype = _wide(logits.dtype)
-        self.room: Tensor | None = None
-        if parts and not device.is_cuda(logits.device):
-            self.room = logits.new_empty(logits[parts[0]].shape, dtype=self.dtype)
-
-    def widen(self, values: Tensor) -> Tensor:
-        """Copy to float32."""
-        if self.room is None:
-            return values.to(self.dtype, copy=True)
-        return self.room[: len(values)].copy_(values)
-
-    def softmax(self, values: Tensor) -> Tensor:
-        """Return probabilities in float32."""
-        if self.room is None:  # one kernel converts and normalizes
-            return torch.softmax(values, -1, dtype=self.dtype)
-        room = self.room[: len(values)]
-        wide = values if values.dtype == self.dtype else self.widen(values)
-        return torch.softmax(wide, -1, out=room)
+    for i in range(0, logits.shape[0], step):
+        yield slice(i, i + step)
 
 
 def _kernels(logits: Tensor) -> ModuleType | None:
@@ -128,11 +106,9 @@ def _turn_into_gradient(logits: Tensor, rows: _Rows) -> Tensor:
         return loss
     loss = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
     rows.hide_padding(logits)
-    parts = _parts(logits)
-    scratch = _Scratch(logits, parts)
-    for part in parts:
+    for part in _parts(logits):
         values = logits[part]
-        prob = scratch.softmax(values)
+        prob = torch.softmax(values, -1, dtype=loss.dtype)
         at_target = rows.at_target(prob, part)
         loss[part] = _loss_of(values, at_target, rows, part)
         prob.scatter_(-1, rows.index[part], (at_target - 1).unsqueeze(-1))
@@ -152,25 +128,8 @@ def _turn_into_gradient_divided(logits: Tensor, rows: _Rows, group: ProcessGroup
     """Do the same if the columns are sharded over ranks."""
     log_sum, at_target = _own_sums(logits, rows, slice(None))
     log_sum = _sum_over_ranks(log_sum, at_target, group)
-    scale, loss = gradient_scale(logits.dtype), (log_sum - at_target).masked_fill_(rows.ignored, 0)
-    if fused := _kernels(logits):
-        fused.logits_to_grad_(logits, rows.target, log_sum, rows.first, rows.columns, scale)
-        return loss
-    parts = _parts(logits)
-    scratch = _Scratch(logits, parts)
-    for part in parts:
-        values = logits[part]
-        prob = _minus_onehot(scratch.widen(values), log_sum, rows, part)
-        values.copy_(prob if scale == 1 else prob.mul_(scale))
-    return loss
-
-
-def _minus_onehot(wide: Tensor, log_sum: Tensor, rows: _Rows, part: slice) -> Tensor:
-    """Turn float32 logits into softmax minus one-hot."""
-    prob = wide.sub_(log_sum[part].unsqueeze(-1)).exp_()
-    index = rows.index[part]
-    is_mine = torch.ones_like(index) if rows.is_mine is None else rows.is_mine[part].unsqueeze(-1)
-    return prob.scatter_add_(-1, index, -is_mine.to(prob.dtype))
+    _write_gradient(logits, rows, log_sum, gradient_scale(logits.dtype))
+    return (log_sum - at_target).masked_fill_(rows.ignored, 0)
 
 
 def gradient_from_sums(
@@ -183,23 +142,31 @@ def gradient_from_sums(
 
     ``sums``: for each token the results of `loss_and_sums`, and the gradient of its loss.
     """
-    log_sum, grad = sums
-    cap = vocabulary.cap
     rows = _Rows(target, vocabulary, logits.shape[1])
+    log_sum, grad = sums
+    _write_gradient(logits, rows, log_sum, grad.masked_fill(rows.ignored, 0), vocabulary.cap)
+
+
+def _write_gradient(
+    logits: Tensor, rows: _Rows, log_sum: Tensor, scale: float | Tensor, cap: float | None = None
+) -> None:
+    """Overwrite ``logits`` with (softmax - onehot) * scale; ``scale`` is a scalar or [t]."""
     if cap is None and (fused := _kernels(logits)):
-        fused.logits_to_grad_(logits, target, log_sum, rows.first, rows.columns, grad)
+        fused.logits_to_grad_(logits, rows.target, log_sum, rows.first, rows.columns, scale)
         return
     _squash(logits, cap)
     rows.hide_padding(logits)
-    grad = grad.masked_fill(rows.ignored, 0).unsqueeze(-1)
-    parts = _parts(logits)
-    scratch = _Scratch(logits, parts)
-    for part in parts:
-        prob = _minus_onehot(scratch.widen(logits[part]), log_sum, rows, part)
-        prob.mul_(grad[part])
+    for part in _parts(logits):
+        values = logits[part]
+        prob = values.to(_wide(values.dtype), copy=True)
+        prob.sub_(log_sum[part].unsqueeze(-1)).exp_()
+        index = rows.index[part]
+        is_mine = index >= 0 if rows.is_mine is None else rows.is_mine[part].unsqueeze(-1)
+        prob.scatter_add_(-1, index, -is_mine.to(prob.dtype))
+        prob.mul_(scale[part].unsqueeze(-1) if isinstance(scale, Tensor) else scale)
         if cap is not None:  # padding is -inf, and its probability 0
-            prob.mul_(1 - (logits[part].to(prob.dtype) / cap).square_().clamp_max_(1))
-        logits[part].copy_(prob)
+            prob.mul_(1 - (values.to(prob.dtype) / cap).square_().clamp_max_(1))
+        values.copy_(prob)
 
 
 def _squash(logits: Tensor, cap: float | None) -> Tensor:
@@ -215,10 +182,8 @@ def _own_sums(logits: Tensor, rows: _Rows, tokens: slice) -> tuple[Tensor, Tenso
         return sums
     rows.hide_padding(logits)
     log_sum = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
-    parts = _parts(logits)
-    scratch = _Scratch(logits, parts)
-    for part in parts:
-        values = scratch.widen(logits[part])
+    for part in _parts(logits):
+        values = logits[part].to(log_sum.dtype, copy=True)
         # Without columns the highest is -inf, which is not to be subtracted from itself.
         highest = values.amax(-1).clamp_min(torch.finfo(values.dtype).min)
         total = values.sub_(highest.unsqueeze(-1)).exp_().sum(-1)

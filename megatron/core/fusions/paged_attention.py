@@ -106,7 +106,10 @@ def paged_attention(
         )
         return y
     if device.is_cuda(query.device) and len(query) == len(batch.num_keys):
-        return _attend_single_rows(query, keys, values, batch, rule)
+        # Each segment has one row.  Copy all pages: the host reads no index, and need not wait.
+        pages = batch.block_table.long()
+        k, v = (_decoded(cache[pages].flatten(1, 2)) for cache in (keys, values))
+        return _attend(query[:, None], k, v, batch.num_keys[:, None] - 1, rule)[:, 0]
     out = query.new_empty(*query.shape[:2], _width(values))
     first_rows = batch.first_row.tolist()
     num_keys = batch.num_keys.tolist()
@@ -117,7 +120,8 @@ def paged_attention(
             continue
         first = 0 if rule.window is None else max(0, total - num_rows - rule.window)
         k, v = (gather(cache, batch.block_table[i], first, total) for cache in (keys, values))
-        out[rows] = _attend(query[rows], k, v, rule)
+        own = torch.arange(len(k) - num_rows, len(k), device=k.device)
+        out[rows] = _attend(query[None, rows], k[None], v[None], own[None], rule)[0]
     return out
 
 
@@ -179,8 +183,11 @@ def gather(cache: Tensor, pages: Tensor, first: int, stop: int) -> Tensor:
     size = cache.shape[1]
     start = first // size
     found = cache[pages[start : -(-stop // size)].long()].flatten(0, 1)
-    found = found[first - start * size : stop - start * size]
-    return decode(found) if cache.dtype == torch.int8 else found
+    return _decoded(found[first - start * size : stop - start * size])
+
+
+def _decoded(rows: Tensor) -> Tensor:
+    return decode(rows) if rows.dtype == torch.int8 else rows
 
 
 def _width(cache: Tensor) -> int:
@@ -188,55 +195,29 @@ def _width(cache: Tensor) -> int:
     return cache.shape[-1] - (SCALE_BYTES if cache.dtype == torch.int8 else 0)
 
 
-def _attend_single_rows(
-    query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, rule: PagedRule
-) -> Tensor:
-    """Attend if each segment has one row; the host reads no index, so it need not wait for them.
+def _attend(query: Tensor, key: Tensor, value: Tensor, own: Tensor, rule: PagedRule) -> Tensor:
+    """Attend of rows at positions ``own`` [S, m] of the keys of their segments.
 
-    Copies all pages of the block table, of which it hides what the rows do not see.
+    query [S, m, n, d], key [S, t, g, d], value [S, t, g, dv] -> [S, m, n, dv].
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    pages = batch.block_table.long()
-    k, v = (cache[pages].flatten(1, 2) for cache in (keys, values))  # [S, t, g, d]
-    k, v = ((decode(x) if x.dtype == torch.int8 else x).to(wide) for x in (k, v))
-    q = query.to(wide).unflatten(1, (keys.shape[2], -1))  # [S, g, n/g, d]
-    scores = torch.einsum("sgrd,stgd->sgrt", q, k) * rule.scale
+    num_keys = key.shape[1]
+    q = query.to(wide).unflatten(2, (key.shape[2], -1))  # [S, m, g, n/g, d]
+    scores = torch.einsum("smgrd,stgd->sgrmt", q, key.to(wide)) * rule.scale
     if rule.softcap is not None:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    place = torch.arange(k.shape[1], device=k.device)
-    stop = batch.num_keys[:, None]
-    is_hidden = place >= stop
+    ahead = own[:, :, None] - torch.arange(num_keys, device=key.device)
+    hidden = ahead < 0
     if rule.window is not None:
-        is_hidden |= place < stop - 1 - rule.window
-    scores = scores.masked_fill(is_hidden[:, None, None], -torch.inf)
-    v = v.masked_fill(is_hidden[:, :, None, None], 0)  # memory that nobody has written may be NaN
+        hidden |= ahead > rule.window
+    scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+    # Memory that nobody has written may be NaN.
+    value = value.to(wide).masked_fill(hidden.all(1)[:, :, None, None], 0)
     if rule.sink is not None:
-        sink = rule.sink.to(wide).view(1, *scores.shape[1:3], 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, sink), -1)
-    probs = torch.softmax(scores, -1)[..., : k.shape[1]]
-    return torch.einsum("sgrt,stgd->sgrd", probs, v).flatten(1, 2).to(query.dtype)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, rule: PagedRule) -> Tensor:
-    """Attend of the last rows: [m, n, d], [t, g, d], [t, g, dv] -> [m, n, dv]."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    num_rows = len(query)
-    num_keys = len(key)
-    q = query.to(wide).unflatten(1, (key.shape[1], -1))  # [m, g, n/g, d]
-    scores = torch.einsum("mgrd,tgd->grmt", q, key.to(wide)) * rule.scale
-    if rule.softcap is not None:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    own = torch.arange(num_keys - num_rows, num_keys, device=key.device)[:, None]
-    other = torch.arange(num_keys, device=key.device)
-    hidden = other > own
-    if rule.window is not None:
-        hidden |= other < own - rule.window
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if rule.sink is not None:
-        sink = rule.sink.to(wide).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        sink = rule.sink.to(wide).view(1, *scores.shape[1:3], 1, 1).expand(*scores.shape[:4], 1)
         scores = torch.cat((scores, sink), -1)
     probs = torch.softmax(scores, -1)[..., :num_keys]
-    return torch.einsum("grmt,tgd->mgrd", probs, value.to(wide)).flatten(1, 2).to(query.dtype)
+    return torch.einsum("sgrmt,stgd->smgrd", probs, value).flatten(2, 3).to(query.dtype)
 
 
 def store_rows(cache: Tensor, rows: Tensor, at: Tensor) -> None:

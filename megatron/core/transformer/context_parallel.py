@@ -43,7 +43,6 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import ConfigError
-from megatron.core.fusions.attention_merge import merge_attention
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import (
@@ -248,6 +247,19 @@ class _RingAttention(Function[Tensor]):
             along = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             grad_sink = -(torch.exp(sink.unsqueeze(-1) - lse) * along).sum((0, 2)).to(sink.dtype)
         return _tokens_first(grad_q).to(q.dtype), *grads, grad_sink, None
+
+
+def merge_attention(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a block's output to ``out`` in place, each side weighted by exp(own lse - common lse).
+
+    ``out`` and ``part`` [b, n, q, d], ``lse`` and ``part_lse`` [b, n, q], the log-sum-exp of their
+    scores: -inf without a key.  ``out`` and ``lse`` are in the dtype of the sums.
+    """
+    total = torch.logaddexp(lse, part_lse.to(lse.dtype))
+    safe = total.masked_fill(total == -math.inf, 0.0)  # no key yet: -inf - -inf would be NaN
+    out.mul_(torch.exp(lse - safe).unsqueeze(-1))
+    out.add_(part * torch.exp(part_lse - safe).unsqueeze(-1))
+    lse.copy_(total)
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan) -> Tensor:

@@ -127,16 +127,6 @@ def _waits_before_store(launch: Launch, pointer: str) -> bool:
     return bool(re.fullmatch(r"[^sl]*s*l+b[^s]*s", order))
 
 
-@pytest.mark.parametrize("width", [8, 64, 128, 256])
-def test_warps_that_load_a_log_sum_exp_wait_before_one_overwrites_it(width: int) -> None:
-    merge: Any = importlib.import_module(f"{ours.__name__}.attention_merge")
-    shape = 2, 4, 512, width
-    out, part = (torch.empty(shape, device="meta", dtype=d) for d in (None, torch.bfloat16))
-    lse = torch.empty(shape[:3], device="meta")
-    (launch,) = launches_of(lambda: merge.merge_attention(out, lse, part, lse))
-    assert _waits_before_store(launch, "Lse")
-
-
 @pytest.mark.parametrize("columns", [100, 256, 4096])
 def test_warps_that_load_logits_wait_before_one_overwrites_them(columns: int) -> None:
     loss: Any = importlib.import_module(f"{ours.__name__}.cross_entropy")

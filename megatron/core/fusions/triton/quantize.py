@@ -25,9 +25,6 @@ from megatron.core.fusions.triton.launch import power_of_2
 
 _BLOCK, _WARPS = 4096, 8
 TILE = 128
-# Block of a program that searches the largest magnitudes.
-_ROWS = 16
-_COLUMNS = 256
 
 
 # Codes and scales.  A GEMM sums over the last dimension of the codes: [m, c], or transposed [c, p].
@@ -134,19 +131,11 @@ def padded_length(num_rows: int, num_experts: int) -> int:
 
 def amax_of_groups(x: Tensor, ends: Tensor) -> Tensor:
     """Return the largest magnitude of each expert's rows of ``x`` [m, c]: [e] fp32."""
-    found = x.new_zeros(len(ends), dtype=torch.int32)
-    if x.numel():
-        _amax_of_groups[(triton.cdiv(len(x), _ROWS),)](
-            x,
-            ends,
-            found,
-            *x.shape,
-            len(ends),
-            EXPERTS=padded(ends),
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
-        )
-    return found.view(torch.float32)
+    amax: Tensor = torch.linalg.vector_norm(x, math.inf, 1, dtype=torch.float32)
+    row = torch.arange(len(x), dtype=ends.dtype, device=x.device)
+    expert = torch.searchsorted(ends, row, right=True)  # e for rows of none
+    found = amax.new_zeros(len(ends) + 1)
+    return found.scatter_reduce_(0, expert, amax, "amax")[:-1]
 
 
 def quantize_groups(
@@ -390,32 +379,6 @@ def rows_of_tile(Ends, experts, tile, EXPERTS: tl.constexpr, TILE: tl.constexpr)
     is_own = number == expert
     begin = tl.sum(tl.where(is_own, begin + (tile - last + tiles) * TILE, 0), 0)
     return expert, begin, tl.sum(tl.where(is_own, end, 0), 0)
-
-
-@triton.jit
-def _amax_of_groups(
-    X,
-    Ends,
-    Found,
-    m,
-    columns,
-    experts,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    begin, end = bounds(Ends, experts, EXPERTS)
-    is_over = (tl.arange(0, EXPERTS)[None, :] < experts) & (end[None, :] <= row[:, None])
-    expert = tl.sum(is_over.to(tl.int32), 1)  # ``experts`` for rows of none
-    amax = tl.zeros((ROWS,), tl.int32)
-    for start in range(0, columns, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        inside = (row < m)[:, None] & (column < columns)[None, :]
-        at = row.to(tl.int64)[:, None] * columns + column[None, :]
-        x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
-        amax = tl.maximum(amax, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
-    tl.atomic_max(Found + expert, amax, mask=(row < m) & (expert < experts))
 
 
 @triton.jit
