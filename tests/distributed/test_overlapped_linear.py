@@ -13,9 +13,10 @@ from torch.distributed import distributed_c10d as c10d
 from megatron.core import device
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel import overlap
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.overlap import overlap_layers
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
+from megatron.core.transformer.low_precision import recipe_of
 from tests.distributed.test_tensor_parallel_model import batch, build
 from tests.support import tolerances
 from tests.support.host_gpu import symmetric_memory
@@ -80,14 +81,20 @@ def without_memory(rank: int, world_size: int) -> list[Any]:
     parallel = build("llama", groups, 128, sequence_parallel=True)
     reasons = [overlap_layers(parallel, groups.tp, tiny_config())]
     assert all(m.overlap is None for m in parallel.modules() if hasattr(m, "overlap"))
+    for layer in parallel.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            layer.quantize(recipe_of(tiny_config(fp8="hybrid")), groups.tp)
+    reasons.append(overlap_layers(parallel, groups.tp, tiny_config()))
     whole = build("llama", groups, 128)
     assert any(isinstance(m, ColumnParallelLinear) for m in whole.modules())
     return [*reasons, overlap_layers(whole, groups.tp, tiny_config())]
 
 
 def test_without_symmetric_memory_the_layers_stay_as_they_are() -> None:
-    for no_memory, no_shards in run_ranks(without_memory, 2):
+    kinds = "layers in fp8 or fp4, with adapters, or with a GEMM of their own"
+    for no_memory, quantized, no_shards in run_ranks(without_memory, 2):
         assert no_memory == (0, ["it needs a GPU"])
+        assert quantized == (0, [f"{kinds} have no fused GEMM"])
         assert no_shards == (0, ["no layer of this program has sequence parallelism"])
 
 

@@ -23,8 +23,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
-from megatron.core.fusions.quantize import in_rows, is_added_by_gemm
-from megatron.core.low_precision import Scaled
 from megatron.core.tensor_parallel.mappings import (
     all_gather_first_dim,
     reduce_from_tensor_model_parallel_region,
@@ -123,13 +121,9 @@ class Gemms:
         """Return the rows of ``x``, and what the weight gradient needs of it, if it ``keeps`` x."""
         return x, (x if keeps else x.new_empty(0, 0),)
 
-    def gradient(self, grad: Tensor, saved: list[Tensor], *, is_gathered: bool) -> Rows:
-        """Return the rows of the output gradient; ranks gather them if ``is_gathered``."""
+    def gradient(self, grad: Tensor, saved: list[Tensor]) -> Rows:
+        """Return the rows of the output gradient."""
         return grad
-
-    def may_gather(self, saved: list[Tensor], group: ProcessGroup) -> bool:
-        """Return whether rows gathered from ``group`` equal rows prepared after a gather."""
-        return True
 
     def gather(self, rows: Rows, group: ProcessGroup) -> Rows:
         """All-gather rows.  Collective."""
@@ -164,7 +158,7 @@ DENSE = Gemms()
 
 @dataclass(frozen=True)
 class Overlap:
-    """Which collectives of a layer over ``group`` run inside of their GEMM.
+    """Which collectives of a layer over ``group`` run inside of their GEMM, only with `DENSE`.
 
     torch divides such a GEMM by ranks: while one part is computed, the next is copied through
     symmetric memory, which the GPUs of a group map into each other's address space.  Each method is
@@ -177,63 +171,20 @@ class Overlap:
     scatters_gradients: bool  # reduce-scatters of input gradients (column)
 
     def gathered_product(
-        self, rows: Rows, matrix: Matrix, dtype: torch.dtype, bias: Tensor | None, *, fast: bool
-    ) -> tuple[Rows, Tensor]:
-        """Return the rows of all ranks, and their product with the transpose of ``matrix``.
-
-        A `Scaled` has one scale, which is the same on all ranks.  ``fast`` as in `product`.
-        """
-        name = self.group.group_name
-        if isinstance(rows, Tensor):
-            gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
-                rows.contiguous(), [matrix.t()], 0, name
-            )
-            return gathered, y if bias is None else y.add_(bias)
-        is_added = is_added_by_gemm(bias, dtype)
-        codes, (y,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
-            rows.codes.contiguous(),
-            [_columns(matrix)],
-            rows.scale,
-            [matrix.scale],
-            0,
-            name,
-            [bias if is_added else None],
-            [None],  # scale of the result
-            [dtype],
-            [fast],
+        self, x: Tensor, matrix: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rows of all ranks, and their product with the transpose of ``matrix``."""
+        gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
+            x.contiguous(), [matrix.t()], 0, self.group.group_name
         )
-        return Scaled(codes, rows.scale), y if bias is None or is_added else y + bias
+        return gathered, y if bias is None else y.add_(bias)
 
-    def scattered_product(
-        self, rows: Rows, matrix: Matrix, dtype: torch.dtype, *, fast: bool
-    ) -> Tensor:
-        """Return this rank's rows of the sum over ranks of rows @ matrix^T; see above."""
-        name = self.group.group_name
-        y: Tensor
-        if isinstance(rows, Tensor):
-            y = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-                rows.contiguous(), matrix.t(), "sum", 0, name
-            )
-            return y
-        y = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
-            rows.codes.contiguous(),
-            _columns(matrix),
-            rows.scale,
-            matrix.scale,
-            "sum",
-            0,
-            0,
-            name,
-            [len(rows.codes), len(matrix.codes)],
-            out_dtype=dtype,
-            use_fast_accum=fast,
+    def scattered_product(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """Return this rank's rows of the sum over ranks of x @ matrix^T."""
+        y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+            x.contiguous(), matrix.t(), "sum", 0, self.group.group_name
         )
         return y
-
-
-def _columns(matrix: Scaled) -> Tensor:
-    """Return the codes of ``matrix`` [o, i] as [i, o] with contiguous columns, as cuBLAS needs."""
-    return in_rows(matrix).codes.contiguous().t()
 
 
 class _Linear(Function[Tensor]):
@@ -261,9 +212,9 @@ class _Linear(Function[Tensor]):
             gather = None
         matrix = gemms.matrix(call.weight, x.dtype)
         if overlap is not None and gather is not None:
-            _, y = overlap.gathered_product(rows, matrix, x.dtype, call.bias, fast=True)
+            _, y = overlap.gathered_product(rows, matrix, call.bias)
         elif overlap is not None and overlap.scatters and call.scatters_output:
-            y = overlap.scattered_product(rows, matrix, x.dtype, fast=True)
+            y = overlap.scattered_product(rows, matrix)
         else:
             y = call.summed(gemms.product(rows, matrix, x.dtype, call.bias, True))
         return _shaped(y, x)
@@ -277,20 +228,19 @@ class _Linear(Function[Tensor]):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         term = None
         gather = call.output_group if call.scatters_output else None
-        if gather and overlap and overlap.gathers and gemms.may_gather(saved, gather):
-            rows = gemms.gradient(grad, saved, is_gathered=True)
+        if gather and overlap and overlap.gathers:
             matrix = gemms.matrix(weight, dtype, transposed=True)
-            rows, term = overlap.gathered_product(rows, matrix, dtype, None, fast=False)
+            rows, term = overlap.gathered_product(grad, matrix, None)
         else:
             grad = grad if gather is None else all_gather_first_dim(grad, gather)
-            rows = gemms.gradient(grad, saved, is_gathered=False)
+            rows = gemms.gradient(grad, saved)
 
         def partial_grad_x() -> Tensor:
             if term is not None:
-                return _shaped(term, grad)
+                return term
             matrix = gemms.matrix(weight, dtype, transposed=True)
             if overlap is not None and overlap.scatters_gradients and call.group is not None:
-                return _shaped(overlap.scattered_product(rows, matrix, dtype, fast=False), grad)
+                return overlap.scattered_product(rows, matrix)
             return _shaped(gemms.product(rows, matrix, dtype, None, False), grad)
 
         params = call.weight if needs_weight else None, call.bias if needs_bias else None

@@ -3,11 +3,8 @@
     column   all-gather of x [s/tp, b, i], then its GEMM
     row      GEMM of x [s, b, i/tp], then reduce-scatter; backward all-gathers the gradient
 
-`linear.Overlap` does so, under sequence parallelism.  In fp8 with one scale per tensor, the codes
-are gathered; recipes with blocks keep separate collectives: torch's fused operations take one scale
-per tensor or per row (docs/log.md).  A row-parallel layer then gathers the codes of its output
-gradient instead of 16-bit values; their scale has to be the same on all ranks, so current scaling
-reduces the amax of the gradient first.
+`linear.Overlap` does so, under sequence parallelism, for layers that multiply in 16 or 32 bits.
+Layers in low precision keep separate collectives, which gather the 8-bit codes of inputs.
 """
 
 from __future__ import annotations
@@ -41,7 +38,9 @@ class Overlapped(NamedTuple):
     reasons: list[str]
 
 
-_Sharded = ColumnParallelLinear | RowParallelLinear
+_NO_FUSED_GEMM = (
+    "layers in fp8 or fp4, with adapters, or with a GEMM of their own have no fused GEMM"
+)
 
 
 def overlap_layers(
@@ -53,18 +52,20 @@ def overlap_layers(
     whose quantizer is its own.  Collective over ``group``.
     """
     layers = []
-    reasons = []
+    reasons: list[str] = []
     for layer in model.modules():
-        if not isinstance(layer, _Sharded) or not layer.sequence_parallel:
+        if (
+            not isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+            or not layer.sequence_parallel
+        ):
             continue
         if layer.weight is None or info_of(layer.weight).is_embedding_or_output:
             continue
         if isinstance(layer.quantizer, LinearQuantizer | FrozenWeight | None):
-            reason = _unsupported_reason(layer)
-            if reason is None:
+            if layer.quantizer is None and layer.lora is None and layer.multiply is F.linear:
                 layers.append(layer)
-            elif reason not in reasons:
-                reasons.append(reason)
+            else:
+                reasons = [_NO_FUSED_GEMM]
     if not layers:
         return Overlapped(0, reasons or ["no layer of this program has sequence parallelism"])
     if without_memory := _why_no_symmetric_memory(group):
@@ -81,37 +82,6 @@ def overlap_layers(
         if overlap.gathers or scatters:
             layer.overlap = overlap
     return Overlapped(len(layers), reasons)
-
-
-def _unsupported_reason(layer: _Sharded) -> str | None:
-    """Return why torch cannot fuse the layer's GEMM with a collective; None if it can.
-
-    torch's operations (2.11 and 2.13) call ``_scaled_mm`` with a slice of the scales of the input:
-    one scale for all slices, or one scale per row.
-    """
-    if layer.multiply is not F.linear:
-        return "layers with a GEMM of their own have no fused one"
-    if layer.lora is not None:
-        return "layers with adapters have no fused GEMM"
-    if isinstance(layer.quantizer, FrozenWeight):
-        return "layers with frozen weights in low precision have no fused GEMM"
-    if not isinstance(layer.quantizer, LinearQuantizer):
-        return None
-    recipe = layer.quantizer.recipe
-    if recipe.block is not None:
-        name = "fp4" if recipe.is_fp4 else "fp8"
-        return (
-            f"torch's fused GEMMs take one {name} scale per tensor or row, not one for each "
-            f"{recipe.block} values of a row: use --fp8-recipe tensorwise or delayed"
-        )
-    if not device.multiplies_fp8(device.current()):
-        return "this device has no GEMMs in fp8"
-    assert layer.weight is not None, "checked by the caller"
-    shape = tuple(layer.weight.shape)
-    if any(n % 16 for n in shape):  # `low_precision.scaled_mm` pads, torch's operations do not
-        limit = "fused fp8 GEMMs need multiples of 16 in a rank's part of a weight"
-        return f"{limit}, which has {shape}"
-    return None
 
 
 def _why_no_symmetric_memory(group: ProcessGroup) -> str | None:

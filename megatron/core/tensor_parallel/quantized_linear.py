@@ -134,19 +134,9 @@ class LinearQuantizer(AmaxHistory, Gemms):
         codes = _turned(rows) if is_whole else self.columns(INPUT, flat, gather)
         return rows, (codes.codes, codes.scale)
 
-    def gradient(self, grad: Tensor, saved: list[Tensor], *, is_gathered: bool) -> Scaled:
+    def gradient(self, grad: Tensor, saved: list[Tensor]) -> Scaled:
         """See `Gemms`."""
-        turns = len(saved) > 1 and not is_gathered
-        return self.rows(GRADIENT, grad.flatten(0, -2), is_gathered=is_gathered, turns=turns)
-
-    def may_gather(self, saved: list[Tensor], group: ProcessGroup) -> bool:
-        """See `Gemms`.
-
-        Current scaling takes the amax of the gathered values; ``amax_group`` has more ranks than
-        the tensor-parallel group under context parallelism.
-        """
-        is_same = self.recipe.history > 0 or self.amax_group.size() == group.size()
-        return len(saved) > 1 and is_same
+        return self.rows(GRADIENT, grad.flatten(0, -2), turns=len(saved) > 1)
 
     def gather(self, rows: Scaled, group: ProcessGroup) -> Scaled:
         """All-gather codes as bytes, and scales if they belong to blocks.  Collective."""
