@@ -34,6 +34,7 @@ from megatron.core.inference.paged_engine.step_plan import (
     StepPlan,
 )
 from megatron.core.models.multimodal.qwen2_vl_model import MERGE
+from megatron.core.models.multimodal.splicing import splice
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.kv_cache import Core, PositionBias, State
 
@@ -141,7 +142,7 @@ class SlotPositions:
     def __init__(self, num_slots: int, *, has_grid: bool = False) -> None:
         self.has_grid = has_grid
         self.start_lengths: Integers = np.zeros(num_slots, dtype=np.int64)
-        self._grids: dict[int, Integers] = {}  # by slot: [3, rows up to the end of the last image]
+        self._grids: dict[int, Integers] = {}  # by slot: see `grid_of_prompt`
         self._ends: Integers = np.zeros(num_slots, dtype=np.int64)  # these rows
         self._offsets: Integers = np.zeros(num_slots, dtype=np.int64)  # of the rows after them
 
@@ -154,10 +155,9 @@ class SlotPositions:
         self._grids.pop(slot, None)
         self._ends[slot] = self._offsets[slot] = 0
         if admission.images:
-            grid, following = grid_of_prompt(admission.images, admission.image_starts)
-            self._grids[slot] = grid
-            self._ends[slot] = grid.shape[1]
-            self._offsets[slot] = following - grid.shape[1]
+            grid = self._grids[slot] = grid_of_prompt(admission.images, admission.image_starts)
+            self._ends[slot] = grid.shape[1] - 1
+            self._offsets[slot] = grid[0, -1] - self._ends[slot]
 
     def grid(self, positions: Integers, slots: Integers) -> Integers:
         """Return time, height and width [3, N] of the rows at ``positions`` of ``slots`` [N]."""
@@ -169,24 +169,22 @@ class SlotPositions:
         return out
 
 
-def grid_of_prompt(images: Sequence[PromptImage], starts: Sequence[int]) -> tuple[Integers, int]:
-    """Return time, height and width [3, n] of the rows up to the last image, and the next position.
+def grid_of_prompt(images: Sequence[PromptImage], starts: Sequence[int]) -> Integers:
+    """Return time, height and width of the rows up to the last image and of the next one: [3, n].
 
     ``starts``: the first row of each image.
     """
-    parts: list[Integers] = []
+    sizes: list[tuple[int, ...]] = []  # of the image at each token; zeros at text
     row = 0
-    following = 0
     for image, start in zip(images, starts, strict=True):
-        text = following + np.arange(start - row)
-        parts.append(np.tile(text, (3, 1)))
-        following += start - row
-        height, width = (patches // MERGE for patches in image.size[1:])
-        frame, within = np.divmod(np.arange(image.num_rows), height * width)
-        parts.append(following + np.stack([frame, *np.divmod(within, width)]))
-        following += max(height, width)
+        frames, *patches = image.size
+        sizes += [(0, 0, 0)] * (start - row)
+        sizes.append((frames, *(count // MERGE for count in patches)))
         row = start + image.num_rows
-    return np.concatenate(parts, axis=1), following
+    found = torch.tensor([[*sizes, (0, 0, 0)]])
+    counts = found.prod(-1)
+    grid: Integers = splice(counts > 0, counts).grid_positions(found)[:, 0].numpy()
+    return grid
 
 
 class BatchView:

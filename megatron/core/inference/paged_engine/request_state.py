@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
+from typing import TypeAlias
 
 import numpy as np
 
@@ -350,6 +351,9 @@ class BeamGroup:
         return [state for state in old if state not in self.states]
 
 
+_Text: TypeAlias = tuple[float, tuple[TokenOutput, ...]]  # sum of log-probabilities, and tokens
+
+
 class BeamSearch:
     """Open and ended beams of one prompt; ``num_top``: likely tokens to report with each token."""
 
@@ -357,7 +361,7 @@ class BeamSearch:
         self.params = params
         self._root = root
         self._num_top = num_top
-        self._open = [_Text()]
+        self._open: list[_Text] = [(0.0, ())]
         self.ended: list[Beam] = []  # best first, at most ``width``
 
     def advance(self, tops: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, int]]:
@@ -368,58 +372,35 @@ class BeamSearch:
         """
         width = self.params.width
         candidates = [
-            (text.total + log_prob, index, token, log_prob)
-            for index, (text, top) in enumerate(zip(self._open, tops, strict=True))
+            (total + log_prob, index, token, log_prob)
+            for index, ((total, _), top) in enumerate(zip(self._open, tops, strict=True))
             for token, log_prob in top
         ]
         candidates.sort(key=lambda c: -c[0])
-        length = self._open[0].length + 1
-        texts = []
-        for total, index, token, log_prob in candidates[: 2 * width]:
+        length = len(self._open[0][1]) + 1
+        chosen: list[tuple[int, int]] = []
+        texts: list[_Text] = []
+        for rank, (total, index, token, log_prob) in enumerate(candidates[: 2 * width]):
             last = TokenOutput(token, log_prob, tuple(tops[index][: self._num_top]))
-            texts.append(_Text(total, last, index, length, self._open[index]))
-        still_open: list[_Text] = []
-        for rank, text in enumerate(texts):
-            if text.last.token not in self._root.end_tokens:
-                still_open.append(text)
+            tokens = (*self._open[index][1], last)
+            if token not in self._root.end_tokens:
+                chosen.append((index, token))
+                texts.append((total, tokens))
             elif rank < width and length > self._root.request.params.min_tokens:
-                self._end(text, "stop")
-            if len(still_open) == width:
+                self._end(total, tokens, "stop")
+            if len(texts) == width:
                 break
-        if len(self.ended) == width and self.ended[-1].score >= self._score(texts[0]):
-            # No open text can become better.
-            still_open = []
-        elif length == self._root.max_new:
-            for text in still_open:
-                self._end(text, "length")
-            still_open = []
-        self._open = still_open
-        return [(text.index, text.last.token) for text in still_open]
+        self._open = texts
+        best: float = candidates[0][0] / length**self.params.length_penalty
+        if len(self.ended) == width and self.ended[-1].score >= best:
+            return []  # no open text can become better
+        if length < self._root.max_new:
+            return chosen
+        for total, tokens in texts:
+            self._end(total, tokens, "length")
+        return []
 
-    def _score(self, text: _Text) -> float:
-        score: float = text.total / text.length**self.params.length_penalty
-        return score
-
-    def _end(self, text: _Text, reason: FinishReason) -> None:
-        beam = Beam(text.tokens(), self._score(text), reason)
-        insort(self.ended, beam, key=lambda b: -b.score)
+    def _end(self, total: float, tokens: tuple[TokenOutput, ...], reason: FinishReason) -> None:
+        score: float = total / len(tokens) ** self.params.length_penalty
+        insort(self.ended, Beam(tokens, score, reason), key=lambda b: -b.score)
         del self.ended[self.params.width :]
-
-
-@dataclass(frozen=True)
-class _Text:
-    """A token after the text ``before``; ``index``: of that text among the open ones."""
-
-    total: float = 0.0  # sum of log-probabilities
-    last: TokenOutput = TokenOutput(-1, 0.0)
-    index: int = 0
-    length: int = 0
-    before: _Text | None = None
-
-    def tokens(self) -> tuple[TokenOutput, ...]:
-        found = []
-        text: _Text = self
-        while text.before is not None:
-            found.append(text.last)
-            text = text.before
-        return tuple(reversed(found))

@@ -26,6 +26,7 @@ from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
 from megatron.core.inference.paged_engine.request import Request, RequestOutput
 from megatron.core.inference.paged_engine.runner import GenerationModel
 from megatron.core.inference.paged_engine.step_plan import array_to_text, text_to_array
+from megatron.core.inference.v014.requests import RunningRequest
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.parallel.rank_grid import RankGrid
 from megatron.core.tensor_parallel.layers import Linear
@@ -53,27 +54,28 @@ class CollectiveEngine(Engine):
                 for module in model.module.modules()
                 if isinstance(module, Linear) and module.quantizer is None
             ]
-        self.unfinished: set[str] = set()  # requests that wait or run
+        self.running: dict[str, RunningRequest] = {}  # by id, whether they wait or run
 
     def add(self, request: Request) -> None:
-        """Queue a request.  Raises RequestError on every rank if it can never run."""
+        """Queue a request, which the caller enters in ``running``.
+
+        Raises RequestError on every rank if it can never run.
+        """
         self.check(request)
         if self._is_root:
-            if not self.unfinished:
+            if not self.running:
                 self._start_anew()  # the weights may have changed
             super().add(request)
-        self.unfinished.add(request.request_id)
 
     def abort(self, request_id: str) -> bool:
         """End a request without further output; return, on the root, whether it was there."""
-        self.unfinished.discard(request_id)
+        self.running.pop(request_id, None)
         return self._is_root and super().abort(request_id)
 
-    def advance(self, *, to_end: bool) -> list[tuple[RequestOutput, float]]:
-        """Run one step of each lane, or all requests ``to_end``.
+    def advance(self, *, to_end: bool) -> list[tuple[RunningRequest, RequestOutput]]:
+        """Run one step of each lane, or all requests ``to_end``; return the outputs of requests.
 
-        Returns the outputs, each with the seconds of its step.  Collective over the ranks of the
-        engine.
+        Collective over the ranks of the engine.
         """
         self.model.module.eval()
         with changed(self._changes):
@@ -85,8 +87,14 @@ class CollectiveEngine(Engine):
             else:
                 self.follow()
                 items = json.loads(array_to_text(self._channel.receive(self._channel.root)))
-        found = [(RequestOutput.from_json(output), elapsed_s) for output, elapsed_s in items]
-        self.unfinished -= {o.request_id for o, _ in found if o.finish_reason is not None}
+        found = []
+        for item, elapsed_s in items:
+            output = RequestOutput.from_json(item)
+            running = self.running[output.request_id]
+            running.outputs.append((output, elapsed_s))
+            found.append((running, output))
+            if output.finish_reason is not None:
+                del self.running[output.request_id]
         return found
 
     def _steps(self, to_end: bool) -> list[tuple[RequestOutput, float]]:

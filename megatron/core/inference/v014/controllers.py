@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +20,6 @@ from megatron.core.inference.paged_engine.engine import EngineOptions
 from megatron.core.inference.paged_engine.request import (
     PromptImage,
     Request,
-    RequestOutput,
-    TokenOutput,
     text_of,
 )
 from megatron.core.inference.paged_engine.sampler import Sampler
@@ -35,10 +33,11 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.v014.collective_engine import CollectiveEngine
 from megatron.core.inference.v014.requests import (
     AsyncStream,
-    DynamicInferenceRequest,
     InferenceRequest,
+    RunningRequest,
     Status,
     VLMInferenceRequest,
+    token_texts,
 )
 from megatron.core.inference.v014.wrappers import (
     AbstractModelInferenceWrapper,
@@ -47,72 +46,6 @@ from megatron.core.inference.v014.wrappers import (
 )
 
 _ENDLESS = 2**62  # bytes, requests: no limit
-
-
-@dataclass(eq=False)
-class RunningRequest:
-    """A request at an engine, whose outputs become its results.
-
-    ``prompt``: the tokens that the generated ones follow.  ``eod``: ends a text without being a
-    part of it.  ``outputs``: each with the seconds of its step.
-    """
-
-    request: InferenceRequest
-    tokenizer: Any
-    prompt: list[int]
-    eod: int | None
-    outputs: list[tuple[RequestOutput, float]] = field(default_factory=list)
-
-    def write(self, request: InferenceRequest) -> InferenceRequest:
-        """Set the results so far on the request, or on a copy of it; return it."""
-        reason = self.outputs[-1][0].finish_reason
-        if reason is not None:
-            is_failed = reason in ("error", "abort")
-            request.status = Status.FAILED if is_failed else Status.COMPLETED
-        params = request.sampling_params or SamplingParams()
-        new = [token for output, _ in self.outputs for token in output.new]
-        seconds = [s / len(output.new) for output, s in self.outputs for _ in output.new]
-        scores = [score for output, _ in self.outputs for score in output.prompt_scores]
-        every = [token.token for token in new]
-        if new and new[-1].token == self.eod:
-            new = new[:-1]
-        ids = every[: len(new)]
-        if isinstance(request, DynamicInferenceRequest):
-            request.generated_tokens = every
-        else:
-            request.generated_tokens = torch.tensor(ids, dtype=torch.int64)
-        request.generated_length = len(ids)
-        request.generated_sequence_lengths = [len(ids)]
-        request.tpot = seconds[: len(ids)]
-        before = self.prompt if request.encoder_prompt is None else []
-        whole: str = self.tokenizer.detokenize(before + ids)
-        request.generated_text = whole.removeprefix(self.tokenizer.detokenize(before))
-        request.text = (request.prompt or "") + request.generated_text
-        if params.return_segments:
-            request.segments = _token_texts(self.tokenizer, self.prompt + ids)
-            request.generated_segments = request.segments[len(self.prompt) :]
-        if params.return_log_probs:
-            request.prompt_log_probs = [token.log_prob for token in scores]
-            request.generated_log_probs = [token.log_prob for token in new]
-        if params.top_n_logprobs:
-            request.generated_top_n_logprobs = self._top(new)
-            if params.return_prompt_top_n_logprobs:
-                request.prompt_top_n_logprobs = self._top(scores)
-        return request
-
-    def _top(self, tokens: Iterable[TokenOutput]) -> list[dict[str, float]]:
-        decode = self.tokenizer.detokenize
-        return [{decode([i]): log_prob for i, log_prob in token.top} for token in tokens]
-
-
-def _token_texts(tokenizer: Any, tokens: list[int]) -> list[str]:
-    """Return the text of each token; together they are the text of all, if the tokenizer can."""
-    try:
-        text = tokenizer.detokenize(tokens)
-        starts = tokenizer.offsets(tokens, text)
-    except (NotImplementedError, AttributeError):  # this tokenizer has no offsets
-        return [tokenizer.detokenize([token]) for token in tokens]
-    return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
 
 
 class TextGenerationController:
@@ -162,7 +95,7 @@ class TextGenerationController:
             ends = {getattr(self.tokenizer, role, None) for role in ("eod", "eos_id")}
             tokens = [token for token in tokens if token not in ends]
         text = self.tokenizer.detokenize(tokens)
-        return text, [_token_texts(self.tokenizer, tokens)] if detokenize_segments else None
+        return text, [token_texts(self.tokenizer, tokens)] if detokenize_segments else None
 
     def generate_all_output_tokens_static_batch(
         self,
@@ -177,24 +110,21 @@ class TextGenerationController:
         """
         streams = active_streams or OrderedDict()
         engine = self.static_engine()
-        running: dict[str, RunningRequest] = {}
+        running: list[RunningRequest] = []
         try:
             for request in active_requests.values():
                 # From torch's generator, so that a script that seeds torch repeats its texts.
-                found = self.start(request, engine, lambda: int(torch.randint(2**62, ())))
-                running[str(request.request_id)] = found
+                running.append(self.start(request, engine, lambda: int(torch.randint(2**62, ()))))
         except MegatronError:
-            for name in running:
-                engine.abort(name)
+            for found in running:
+                engine.abort(str(found.request.request_id))
             raise
-        while engine.unfinished:
-            for output, elapsed_s in engine.advance(to_end=not streams):
-                found = running[output.request_id]
-                found.outputs.append((output, elapsed_s))
+        while engine.running:
+            for found, output in engine.advance(to_end=not streams):
                 stream = streams.get(found.request.request_id)
                 if stream is not None and output.new:
                     stream.put(found.write(copy.copy(found.request)))
-        for found in running.values():
+        for found in running:
             found.write(found.request)
         for stream in streams.values():
             stream.finish()
@@ -225,7 +155,9 @@ class TextGenerationController:
         )
         engine.add(Request(str(request.request_id), prompt, asked, source=source, images=images))
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
-        return RunningRequest(request, self.tokenizer, text_of(prompt), engine.model.eod)
+        found = RunningRequest(request, self.tokenizer, text_of(prompt), engine.model.eod)
+        engine.running[str(request.request_id)] = found
+        return found
 
     def prompt_rows(self, request: InferenceRequest) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Return the ids of a tokenized prompt, and its images: none."""

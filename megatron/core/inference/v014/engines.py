@@ -30,7 +30,6 @@ from megatron.core.inference.v014.contexts import (
     MaxSequenceLengthOverflowError,
 )
 from megatron.core.inference.v014.controllers import (
-    RunningRequest,
     TextGenerationController,
 )
 from megatron.core.inference.v014.requests import (
@@ -224,7 +223,6 @@ class DynamicInferenceEngine(AbstractEngine):
         seed = int(torch.randint(2**62, ())) if self.random_seed is None else self.random_seed
         self._seeds = random.Random(seed)
         self._waiting: dict[int, int | None] = {}  # ids without parameters -> tokens to generate
-        self._running: dict[str, RunningRequest] = {}
         self._futures: dict[int, asyncio.Future[DynamicInferenceRequest]] = {}
         self._arrival = asyncio.Event()
 
@@ -306,24 +304,20 @@ class DynamicInferenceEngine(AbstractEngine):
             if count is not None:
                 request.sampling_params = replace(sampling_params, num_tokens_to_generate=count)
             try:
-                self._running[str(request_id)] = self.controller.start(
-                    request, self._engine, lambda: self._seeds.getrandbits(62)
-                )
+                self.controller.start(request, self._engine, lambda: self._seeds.getrandbits(62))
             except RequestError as error:
                 request.status = Status.FAILED
                 finished.append(self._finish(request_id, error))
         self._waiting.clear()
         elapsed = 0.0
-        for output, elapsed in self._engine.advance(to_end=False):
-            running = self._running[output.request_id]
-            running.outputs.append((output, elapsed))
+        for running, output in self._engine.advance(to_end=False):
+            elapsed = running.outputs[-1][1]
             request = self.requests[running.request.request_id]
             request.generated_tokens += [token.token for token in output.new]
             if output.finish_reason is None:
                 active.append(request)
             else:
                 running.write(request)
-                del self._running[output.request_id]
                 finished.append(self._finish(request.request_id))
         if verbose:
             print(f"step: {len(active)} active, {len(finished)} finished, {elapsed:.6f} s")

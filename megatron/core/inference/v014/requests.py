@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.inference.paged_engine.request import RequestOutput, TokenOutput
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import Counter
 
@@ -83,6 +85,72 @@ class DynamicInferenceRequest(InferenceRequest):
     generated_tokens: list[int] = field(default_factory=list)
     prompt: str | None = None  # type: ignore[assignment]
     prompt_tokens: Tensor | None = None  # type: ignore[assignment]
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """A request at an engine, whose outputs become its results.
+
+    ``prompt``: the tokens that the generated ones follow.  ``eod``: ends a text without being a
+    part of it.  ``outputs``: each with the seconds of its step.
+    """
+
+    request: InferenceRequest
+    tokenizer: Any
+    prompt: list[int]
+    eod: int | None
+    outputs: list[tuple[RequestOutput, float]] = field(default_factory=list)
+
+    def write(self, request: InferenceRequest) -> InferenceRequest:
+        """Set the results so far on the request, or on a copy of it; return it."""
+        reason = self.outputs[-1][0].finish_reason
+        if reason is not None:
+            is_failed = reason in ("error", "abort")
+            request.status = Status.FAILED if is_failed else Status.COMPLETED
+        params = request.sampling_params or SamplingParams()
+        new = [token for output, _ in self.outputs for token in output.new]
+        seconds = [s / len(output.new) for output, s in self.outputs for _ in output.new]
+        scores = [score for output, _ in self.outputs for score in output.prompt_scores]
+        every = [token.token for token in new]
+        if new and new[-1].token == self.eod:
+            new = new[:-1]
+        ids = every[: len(new)]
+        if isinstance(request, DynamicInferenceRequest):
+            request.generated_tokens = every
+        else:
+            request.generated_tokens = torch.tensor(ids, dtype=torch.int64)
+        request.generated_length = len(ids)
+        request.generated_sequence_lengths = [len(ids)]
+        request.tpot = seconds[: len(ids)]
+        before = self.prompt if request.encoder_prompt is None else []
+        whole: str = self.tokenizer.detokenize(before + ids)
+        request.generated_text = whole.removeprefix(self.tokenizer.detokenize(before))
+        request.text = (request.prompt or "") + request.generated_text
+        if params.return_segments:
+            request.segments = token_texts(self.tokenizer, self.prompt + ids)
+            request.generated_segments = request.segments[len(self.prompt) :]
+        if params.return_log_probs:
+            request.prompt_log_probs = [token.log_prob for token in scores]
+            request.generated_log_probs = [token.log_prob for token in new]
+        if params.top_n_logprobs:
+            request.generated_top_n_logprobs = self._top(new)
+            if params.return_prompt_top_n_logprobs:
+                request.prompt_top_n_logprobs = self._top(scores)
+        return request
+
+    def _top(self, tokens: Iterable[TokenOutput]) -> list[dict[str, float]]:
+        decode = self.tokenizer.detokenize
+        return [{decode([i]): log_prob for i, log_prob in token.top} for token in tokens]
+
+
+def token_texts(tokenizer: Any, tokens: list[int]) -> list[str]:
+    """Return the text of each token; together they are the text of all, if the tokenizer can."""
+    try:
+        text = tokenizer.detokenize(tokens)
+        starts = tokenizer.offsets(tokens, text)
+    except (NotImplementedError, AttributeError):  # this tokenizer has no offsets
+        return [tokenizer.detokenize([token]) for token in tokens]
+    return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
 
 
 _Item: TypeAlias = InferenceRequest | BaseException | type[BaseException]
