@@ -22,7 +22,6 @@ LEFT_OUT = (
     "megatron.training.planning.check",
     "megatron.training.planning.rank",
     "megatron.training.planning.run_plan",
-    "megatron.training.planning.suggested_fix",
     "megatron.training.planning.tracing",
     "torch._dynamo",
     "torch._inductor",

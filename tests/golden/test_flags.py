@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron.training.arguments.options import CHANGED_DEFAULTS, GROUPS
+from megatron.training.arguments.options import GROUPS
 from megatron.training.arguments.parser import build_parser
+from tests.support.command_lines import CHANGED_DEFAULTS
 
 GOLDEN: list[dict[str, Any]] = json.loads(
     (Path(__file__).parent / "flags.json").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A command line that can start, for tests that break it in one place."""
+"""A command line that can start, for tests that break it in one place; changed defaults."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ GOOD: dict[str, str | None] = {
     "--mock-data": None,
     "--tokenizer-type": "NullTokenizer",
     "--vocab-size": "100",
+}
+
+# Defaults that differ from Megatron-LM's: dest -> reason.
+CHANGED_DEFAULTS: dict[str, str] = {
+    "ckpt_format": (
+        "safetensors_dist loads in any layout, optimizer included, holds no pickle and is written "
+        "so that a kill at any moment leaves the previous checkpoint whole"
+    ),
+    "distributed_backend": "nccl on GPUs and gloo on CPUs, so that a CPU run needs no flag",
 }
 
 

@@ -66,3 +66,4 @@ OLD_SPELLING = "Megatron-LM does not use it either"
 ONE_LOGGER = "this program does not report to one logger"
 ALWAYS_SO = "this program always does so"
 EVERY_STEP = "fp8 scaling factors are updated in every step, as in Megatron-LM"
+OF_RETRO = only_with("--retro-add-retriever")

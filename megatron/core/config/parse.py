@@ -1,4 +1,4 @@
-"""Parsers of command-line values for which argparse has no type."""
+"""Parsers of command-line values for which argparse has no type, and of tables of flags."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ def member_of(members: type[E]) -> Callable[[str], E]:
         return members[text]
 
     return parse
+
+
+def parse_table(text: str) -> dict[str, str]:
+    """Return the rows ``key | value`` of ``text``; an indented line continues the row before."""
+    rows = re.sub(r"\n +", " ", text.strip()).splitlines()
+    return {key: value for key, value in (row.split(" | ", 1) for row in rows)}
 
 
 def unquoted(text: str) -> str:

@@ -3,6 +3,4 @@
 from megatron.core.optional import lazy_exports
 
 BACKEND = "virtual"
-__getattr__ = lazy_exports(
-    __name__, dict.fromkeys(("run", "without_groups"), "megatron.core.virtual_ranks.threads")
-)
+__getattr__ = lazy_exports(__name__, {"run": "megatron.core.virtual_ranks.threads"})

@@ -235,26 +235,6 @@ def run(fn: Callable[..., T], world_size: int, *args: object) -> list[T | None]:
 
 
 @contextlib.contextmanager
-def without_groups() -> Iterator[None]:
-    """Hide the process groups of torch.distributed inside the context, and restore them after."""
-    world = distributed_c10d._world
-    places = [
-        *((distributed_c10d, name) for name in _TORCH),
-        *((world, name) for name in vars(world)),
-    ]
-    before = [getattr(owner, name) for owner, name in places]
-    for (owner, name), value in zip(places, before, strict=True):
-        setattr(owner, name, type(value)() if isinstance(value, dict | list | int) else None)
-    _set_thread_isolation_mode(True)
-    try:
-        yield
-    finally:
-        _set_thread_isolation_mode(False)
-        for (owner, name), value in zip(places, before, strict=True):
-            setattr(owner, name, value)
-
-
-@contextlib.contextmanager
 def _shared_process(world_size: int) -> Iterator[None]:
     """Set the process-wide state that virtual ranks need, and restore it at the end.
 

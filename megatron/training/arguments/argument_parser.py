@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.config.parse import parse_table
 from megatron.training.arguments import config_keys
-from megatron.training.arguments.options import parse_table
 from megatron.training.arguments.sections import options_by_dest
 from megatron.training.arguments.value_rules import problem_of_type, shown
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.training.arguments.options import parse_table
+from megatron.core.config.parse import parse_table
 
 
 @dataclass(frozen=True)

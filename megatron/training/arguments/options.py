@@ -1,7 +1,7 @@
 """Convert ``option()`` metadata to argparse arguments, and a namespace to configs.  No torch.
 
 `add_options` adds the flags of a config class to a parser; `read_config` builds the class from a
-parsed namespace.  `parse_table` reads a table in the source of this package.
+parsed namespace.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import enum
 import functools
-import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -159,12 +158,6 @@ def read_config(config_class: type, args: argparse.Namespace) -> Any:
     )
 
 
-def parse_table(text: str) -> dict[str, str]:
-    """Return the rows ``key | value`` of ``text``; an indented line continues the row before."""
-    rows = re.sub(r"\n +", " ", text.strip()).splitlines()
-    return {key: value for key, value in (row.split(" | ") for row in rows)}
-
-
 def state(opt: Option) -> str:
     """Return the state of a flag: implemented, refused or ignored."""
     if opt.refused is not None:
@@ -197,13 +190,3 @@ def help_line(f: dataclasses.Field[Any], opt: Option) -> str:
     default = default_text(f, opt)
     parts = [opt.help, f"Default {default}." if default else "", state_text(opt)]
     return " ".join(part for part in parts if part)
-
-
-# dest -> reason
-CHANGED_DEFAULTS: dict[str, str] = {
-    "ckpt_format": (
-        "safetensors_dist loads in any layout, optimizer included, holds no pickle and is written "
-        "so that a kill at any moment leaves the previous checkpoint whole"
-    ),
-    "distributed_backend": "nccl on GPUs and gloo on CPUs, so that a CPU run needs no flag",
-}

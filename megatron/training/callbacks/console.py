@@ -1,4 +1,4 @@
-"""Training log and progress bar on the console, in Megatron-LM's format, on the last rank.
+"""Training log on the console, in Megatron-LM's format, on the last rank.
 
 Unlike Megatron-LM, losses that are zero, negative or NaN are printed like others.  Values that
 Megatron-LM does not print (tokens/s, MFU) are at the end of the line.
@@ -6,16 +6,10 @@ Megatron-LM does not print (tokens/s, MFU) are at the end of the line.
 
 from __future__ import annotations
 
-import logging
-import sys
 import time
 from collections.abc import Mapping
-from datetime import timedelta
-from typing import TextIO
 
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
-from megatron.training.runtime.context import StepResult
-from megatron.training.step.run import Callback, TrainingRun
 
 # Label -> format.  Labels without an entry are losses.
 FORMATS: dict[str, str] = {
@@ -39,10 +33,6 @@ FORMATS: dict[str, str] = {
 }
 _LOSS_FORMAT = ".6E"
 _UNITS = {"MFU": " %"}
-_BAR_WIDTH = 30
-_TERMINAL = "/dev/tty"
-
-logger = logging.getLogger(__name__)
 
 
 class ConsoleSink(Sink):
@@ -83,62 +73,3 @@ def validation_block(record: EvalRecord) -> str:
             text += f"{key} PPL: {perplexities[key]:.6E} | "
     rule = "-" * (len(text) + 1)
     return f"{rule}\n{text}\n{rule}"
-
-
-def terminal(asked: bool | None) -> TextIO | None:
-    """Return the stream for the progress bar, or None for no bar; never a file.
-
-    ``asked`` is --progress-bar.  The stream is standard error if it is a terminal.  Otherwise, if a
-    bar is requested, it is the terminal from which the run was started.
-    """
-    if asked is False:
-        return None
-    if sys.stderr.isatty():
-        return sys.stderr
-    if asked is None:
-        return None
-    try:
-        return open(_TERMINAL, "w")  # noqa: SIM115 - closed by the bar
-    except OSError:
-        logger.warning(
-            "--progress-bar is without effect: standard error is no terminal and none started "
-            "this run",
-            extra={"all_ranks": True},  # the bar is on the last rank
-        )
-        return None
-
-
-class ProgressBar(Callback):
-    """Draw a progress bar on a terminal while a step runs, and erase it after the step.
-
-    It must be the first callback, so that the bar is erased before another callback prints.
-    """
-
-    log_name = "progress bar"
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._started_at_s = 0.0
-        self._first_iteration = 0
-
-    def on_train_start(self, run: TrainingRun) -> None:
-        self._started_at_s = time.monotonic()
-        self._first_iteration = run.state.iteration
-
-    def on_step_start(self, run: TrainingRun) -> None:
-        done, total = run.state.iteration, run.train_iters
-        filled = _BAR_WIDTH * done // total
-        bar = "#" * filled + "." * (_BAR_WIDTH - filled)
-        steps, elapsed_s = done - self._first_iteration, time.monotonic() - self._started_at_s
-        left_s = int(elapsed_s / steps * (total - done)) if steps else 0
-        left = f" {timedelta(seconds=left_s)} left" if steps else ""
-        self._stream.write(f"\r[{bar}] {done}/{total}{left}\x1b[K")
-        self._stream.flush()
-
-    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
-        self._stream.write("\r\x1b[K")
-        self._stream.flush()
-
-    def close(self) -> None:
-        if self._stream is not sys.stderr:
-            self._stream.close()

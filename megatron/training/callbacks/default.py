@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.callbacks.adaptive_recompute import AdaptiveRecompute
-from megatron.training.callbacks.console import ConsoleSink, ProgressBar, terminal
+from megatron.training.callbacks.console import ConsoleSink
 from megatron.training.callbacks.energy import energy_meter
 from megatron.training.callbacks.fault_tolerance import Sections
 from megatron.training.callbacks.metrics import Metrics
@@ -44,8 +44,6 @@ def _in_order(run: ModelRun) -> Iterator[Callback]:
     config = run.config
     if sections.monitor.is_on:
         yield Sections()  # first: a step ends before what follows it
-    if run.is_last_loss_rank and (watched := terminal(config.logging.progress_bar)) is not None:
-        yield ProgressBar(watched)  # erased before another callback prints
     # Before the callbacks below, whose work a profile excludes.
     profiling, rank = config.profiling, dist.get_rank()
     if profiling.profile and rank in profiling.profile_ranks:

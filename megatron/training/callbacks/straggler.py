@@ -7,8 +7,7 @@ TFLOP/s of the model in its forward passes.
 
 A rank that spends clearly more time than the others of its pipeline stage in a section (data,
 forward and backward passes, optimizer) gets a line of its own, also in the exit report; the time in
-which it waits for others is not counted.  On a GPU with nvidia-resiliency-ext its detector adds the
-ranks whose kernels are slow.
+which it waits for others is not counted.
 
 An HTTP request to --straggler-ctrlr-port on rank 0 (``curl localhost:port``) switches the report on
 or off; all ranks follow at the next log interval.  There is no password: by default only processes
@@ -25,7 +24,6 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron.core import device
@@ -50,9 +48,6 @@ _COLUMNS = (
     ("DRtt", "ms", 2),
     ("Etpt", "TF", 4),
 )
-# NVIDIA's detector, and how often it profiles a step: profiling kernels takes time.
-_DETECTOR = "nvidia_resiliency_ext.straggler"
-_PROFILED_STEPS = 10
 _SECTIONS = (straggler.PASSES, straggler.OPTIMIZER, straggler.DATA)
 # A section is slow if it takes this share of a step longer than on like ranks, and this long.
 _OF_A_STEP = 0.05
@@ -79,17 +74,8 @@ class Straggler(Callback):
         self._switch: Switch | None = None
         self._steps = 0
         self._flops = 0.0
-        self._detector: Any = None  # NVIDIA's, of slow kernels
-        self._step: AbstractContextManager[None] | None = None
 
     def on_train_start(self, run: TrainingRun) -> None:
-        if device.is_cuda() and available(_DETECTOR):
-            self._detector = require(_DETECTOR, "--log-straggler").Detector
-            self._detector.initialize(
-                scores_to_compute=["relative_perf_scores"],
-                gather_on_rank0=True,
-                profiling_interval=_PROFILED_STEPS,
-            )
         if run.is_rank_0:
             try:
                 self._switch = Switch(self._is_on, self._address)
@@ -101,15 +87,7 @@ class Straggler(Callback):
                 )
         straggler.stopwatch.is_on = self._is_on
 
-    def on_step_start(self, run: TrainingRun) -> None:
-        if self._detector is not None and self._is_on:
-            self._step = self._detector.detection_section("step")
-            self._step.__enter__()
-
     def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-            self._step = None
         if not result.skipped:
             self._steps += 1
             self._flops += num_floating_point_operations(
@@ -128,8 +106,6 @@ class Straggler(Callback):
         straggler.stopwatch.is_on = False
 
     def close(self) -> None:
-        if self._detector is not None:
-            self._detector.shutdown()
         if self._switch is not None:
             self._switch.close()
 
@@ -151,14 +127,12 @@ class Straggler(Callback):
         sections = [stage, *(to_ms * seconds[section] for section in _SECTIONS)]
         columns = [to_ms * model_s, *self._read_gpu(), to_ms * data_s, throughput]
         rows = values_of_ranks([wanted, *sections, *columns])
-        if self._is_on and self._steps > 0:
-            slow = [] if self._detector is None else slow_kernels(self._detector)
-            if run.is_rank_0:
-                split = 1 + len(sections)
-                lines = [*slow_sections([row[1:split] for row in rows]), *slow]
-                exit_report.note(stragglers=lines)
-                for line in [*report([row[split:] for row in rows], self._count), *lines]:
-                    logger.info(line)
+        if self._is_on and self._steps > 0 and run.is_rank_0:
+            split = 1 + len(sections)
+            lines = slow_sections([row[1:split] for row in rows])
+            exit_report.note(stragglers=lines)
+            for line in [*report([row[split:] for row in rows], self._count), *lines]:
+                logger.info(line)
         self._is_on = straggler.stopwatch.is_on = bool(rows[0][0])
         self._steps = 0
         self._flops = 0.0
@@ -264,20 +238,4 @@ def gpu_reader() -> Callable[[], Sequence[float]]:
         gpu.read("Temperature", nvml.NVML_TEMPERATURE_GPU),
         getattr(gpu.read("UtilizationRates"), "gpu", math.nan),  # NaN after a failure
         gpu.read("ClockInfo", nvml.NVML_CLOCK_SM),
-    ]
-
-
-def slow_kernels(detector: Any) -> list[str]:
-    """Return a line per GPU whose kernels were slow since the last call, on rank 0.
-
-    Collective over all ranks.
-    """
-    found = detector.generate_report()
-    if found is None or not (scores := found.gpu_relative_perf_scores):
-        return []
-    slow = found.identify_stragglers()["straggler_gpus_relative"]
-    return [
-        f"slow: the kernels of rank {one.rank} on {one.node} have {scores[one.rank]:.0%} of "
-        "the speed of the fastest rank"
-        for one in sorted(slow, key=lambda one: one.rank)
     ]

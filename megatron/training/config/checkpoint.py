@@ -35,12 +35,6 @@ class CheckpointConfig:
         "Keep this many of the newest checkpoints, plus those of --save-retain-interval.",
         at_least=1,
     )
-    ckpt_incremental: bool = _ckpt(
-        False,
-        "Write frozen tensors only to the first checkpoint.",
-        ignored="every checkpoint is complete; --lora-rank saves the adapters alone, and "
-        "--keep-last-checkpoints limits the space",
-    )
     ckpt_max_failed_saves: int = _ckpt(
         3, "Continue training after this many failed saves in a row; one more ends the run."
     )
@@ -62,11 +56,6 @@ class CheckpointConfig:
         "precision; needs --no-load-optim.",
     )
     no_load_rng: bool | None = _ckpt(None, "Do not load the random number generator states.")
-    strict_fsdp_dtensor_load: bool = _ckpt(
-        True,
-        "Allow missing keys when an fsdp_dtensor checkpoint is loaded.",
-        ignored="--dist-ckpt-strictness says for every format what may be missing",
-    )
     non_persistent_save_interval: int | None = _ckpt(
         None,
         "Steps between non-persistent checkpoints; needs --non-persistent-ckpt-type.",
@@ -128,11 +117,6 @@ class CheckpointConfig:
         "With --async-save, keep the process that writes checkpoints.",
         ignored="a thread of each rank writes, and a new one starts at once",
     )
-    auto_detect_ckpt_format: bool = _ckpt(
-        False,
-        "Detect the format of the loaded checkpoint.",
-        ignored=flag_messages.ALWAYS_SO,
-    )
     ckpt_format: str = _ckpt(
         "safetensors_dist",
         "Format in which checkpoints are written.",
@@ -149,11 +133,6 @@ class CheckpointConfig:
         None,
         "Output directory of --ckpt-convert-format; the checkpoint is written to a "
         "subdirectory named after the format.",
-    )
-    ckpt_convert_update_legacy_dist_opt_format: bool = _ckpt(
-        False,
-        "Rewrite the distributed optimizer's state while converting.",
-        ignored="it is always written in the present arrangement",
     )
     ckpt_fully_parallel_save: bool = _ckpt(
         True, "Do not distribute saving over data-parallel ranks: only the first of them writes."
@@ -188,12 +167,6 @@ class CheckpointConfig:
             "return_all",
             "ignore_all",
         ),
-    )
-    load_model_opt_format: bool = _ckpt(
-        False,
-        "Load a checkpoint of NVIDIA's model optimizer.",
-        refused="checkpoints of NVIDIA's model optimizer are not available in this program; use a "
-        "checkpoint of unquantized weights",
     )
     replication: bool = _distributed(
         False, "Replicate local non-persistent checkpoints to other nodes."

@@ -78,14 +78,6 @@ class DataConfig:
         "if not given.",
         at_least=1,
     )
-    retriever_seq_length: int = _data(
-        256, "Tokens of a retriever's sample.", ignored="only retrieval models read it"
-    )
-    sample_rate: float = _data(
-        1.0,
-        "Share of the samples that a retriever's training uses.",
-        ignored="only retrieval models read it",
-    )
     mask_prob: float = _data(0.15, "Fraction of tokens that BERT and T5 training masks.")
     short_seq_prob: float = _data(
         0.1, "Fraction of BERT and T5 samples that are shorter than the sequence length."
@@ -111,13 +103,6 @@ class DataConfig:
     )
     mid_level_dataset_surplus: float = _data(
         0.005, "Fraction of extra samples requested from each dataset of a blend."
-    )
-    enable_msc: bool = option(
-        True,
-        "Treat msc:// paths as plain file names.",
-        group="msc",
-        flag="--disable-msc",
-        ignored="only names that begin with msc:// are treated as such, by an extra package",
     )
     sft: bool = _sft(
         False,

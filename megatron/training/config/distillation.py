@@ -10,7 +10,6 @@ from megatron.core.config.option import option
 
 _kd = partial(option, group="distillation")
 _logits = partial(option, group="Logits Distillation")
-_NO_THREADS = "samples of a store are read by the --num-workers of the data loader"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +59,6 @@ class DistillationConfig:
     )
     logits_load_ignore_errors: bool = _logits(
         False, "Train without a distillation loss on samples that the store does not have."
-    )
-    logits_load_decode_threads: int = _logits(
-        4, "Threads that decode a store.", ignored=_NO_THREADS
-    )
-    logits_load_prefetch_factor: int = _logits(
-        3, "Micro-batches that are read ahead from a store.", ignored=_NO_THREADS
-    )
-    logits_load_msc_prefetch_depth: int = _logits(
-        2, "Files of a store that are fetched ahead from object storage.", ignored=_NO_THREADS
     )
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 from megatron.core.config.parse import strict_bool
 
@@ -15,12 +14,6 @@ _distributed = partial(option, group="distributed")
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    enable_gloo_process_groups: bool = _training(
-        True,
-        "Do not create gloo process groups beside the NCCL ones.",
-        flag="--disable-gloo-process-groups",
-        ignored="only groups that are used are made",
-    )
     high_priority_stream_groups: tuple[str, ...] = _training(
         (),
         "Process groups (tp, dp_cp, ep and so on) whose NCCL kernels run on high-priority streams.",
@@ -58,17 +51,6 @@ class DistributedConfig:
         "Let the program make process groups later.",
         parse=strict_bool,
         ignored="process groups are made at start-up",
-    )
-    use_sharp: bool = _distributed(
-        False,
-        "Let the network switches reduce gradients.",
-        ignored="the environment variable NCCL_COLLNET_ENABLE=1 lets NCCL use the switches",
-    )
-    sharp_enabled_group: str | None = _distributed(
-        None,
-        "Process group that --use-sharp serves.",
-        choices=("dp", "dp_replica"),
-        ignored=flag_messages.only_with("--use-sharp"),
     )
     nccl_communicator_config_path: str | None = _distributed(
         None,

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import flag_messages
 from megatron.core.config.option import INT64_MAX, option
 
 _training = partial(option, group="training")
 _logging = partial(option, group="logging")
-_one_logger = partial(option, group="one logger", ignored=flag_messages.ONE_LOGGER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +18,6 @@ class LoggingConfig:
     )
     tensorboard_dir: str | None = _training(None, "Directory for TensorBoard event files.")
     metrics_file: str | None = _logging(None, "JSON lines file that receives every logged metric.")
-    progress_bar: bool | None = _logging(
-        None,
-        "Show a progress bar even if standard error is not a terminal; by default only on a "
-        "terminal.",
-        both_ways=True,
-    )
     moe_per_layer_logging: bool = option(
         False,
         "Log the auxiliary losses of each MoE layer to TensorBoard, W&B and the metrics file.",
@@ -81,14 +73,6 @@ class LoggingConfig:
     logging_level: int | None = _logging(
         None, "Level of Python's logging: 10 debug, 20 info, 30 warning, 40 error."
     )
-    enable_one_logger: bool = _one_logger(
-        True, "Do not report to NVIDIA's one logger.", flag="--no-one-logger"
-    )
-    one_logger_project: str = _one_logger("megatron-lm", "Project in one logger.")
-    one_logger_run_name: str | None = _one_logger(None, "Name of the run in one logger.")
-    one_logger_async: bool = _one_logger(False, "Report to one logger in the background.")
-    app_tag_run_name: str | None = _one_logger(None, "Tag of the run in one logger.")
-    app_tag_run_version: str = _one_logger("0.0.0", "Version of the run in one logger.")
 
 
 @dataclass(frozen=True, kw_only=True)

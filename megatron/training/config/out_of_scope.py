@@ -1,23 +1,233 @@
-"""Megatron-LM flags of models and features that this project does not implement."""
+"""Flags of Megatron-LM that a run refuses, or accepts without effect, as tables.
+
+A row is ``name type default --flag | help | reason``.  Without type it is a switch that is off, and
+a type with commas lists the choices; default and flag are left out where they are None and that of
+the name.  A reason in capitals is one of `flag_messages`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, make_dataclass
+from typing import Any
 
 from megatron.core.config import flag_messages
 from megatron.core.config.option import option
-from megatron.core.config.parse import strict_bool
+from megatron.core.config.parse import parse_table, strict_bool
 
-_ict = partial(option, group="biencoder", refused=flag_messages.RETRIEVER)
-_vision = partial(option, group="vision", refused=flag_messages.VISION)
-_modelopt = partial(option, group="ModelOpt")
-_retro = partial(option, group="retro")
-_retro_detail = partial(_retro, ignored=flag_messages.only_with("--retro-add-retriever"))
+_REFUSED = {
+    "vision": """
+online_evaluation_config str | File of tasks that Megatron-LM evaluates during training. | tasks are
+    not evaluated during training; use --eval-generate, or tools/run_vlm_text_generation.py with a
+    checkpoint
+swin_backbone_type tiny,base,h3 tiny | Size of a Swin model. | VISION
+mask_type random,row random | How image patches are hidden for inpainting. | VISION
+mask_factor float 1.0 | Size factor of hidden patches. | VISION
+iter_per_epoch int 1250 | Steps that count as one epoch of images. | VISION
+dino_local_img_size int 96 | Side of DINO's local crops in pixels. | VISION
+dino_local_crops_number int 10 | Local crops of each image in DINO. | VISION
+dino_head_hidden_size int 2048 | Width of DINO's head. | VISION
+dino_bottleneck_size int 256 | Width of the bottleneck in DINO's head. | VISION
+dino_freeze_last_layer float 1.0 | Epochs during which DINO's last layer is frozen. | VISION
+dino_norm_last_layer | Normalize DINO's last layer. | VISION
+dino_warmup_teacher_temp float 0.04 | First temperature of DINO's teacher. | VISION
+dino_teacher_temp float 0.07 | Temperature of DINO's teacher after warm-up. | VISION
+dino_warmup_teacher_temp_epochs int 30 | Epochs over which the teacher's temperature rises. | VISION
+""",
+    "checkpointing": """
+load_model_opt_format | Load a checkpoint of NVIDIA's model optimizer. | checkpoints of NVIDIA's
+    model optimizer are not available in this program; use a checkpoint of unquantized weights
+""",
+    "autoresume": """
+adlr_autoresume | Let a service of NVIDIA's clusters end and resubmit the job. | that service is
+    NVIDIA's own; use --exit-signal-handler or --exit-duration-in-mins
+""",
+    "workload inspector": """
+run_workload_inspector_server | Serve live profiling on demand. | the workload inspector is NVIDIA's
+    own; use --profile
+""",
+    "training": """
+batch_size int | Removed; use --micro-batch-size. | it was renamed; use --micro-batch-size
+checkpoint_activations | Removed; use --recompute-granularity full. | it was removed; use
+    --recompute-granularity full --recompute-method uniform, or --recompute-activations
+use_legacy_models | Use Megatron-LM's legacy models instead of its core library's. | LEGACY_MODELS
+""",
+    "learning rate": """
+warmup int | Removed; use --lr-warmup-fraction. | it was removed; use --lr-warmup-fraction
+""",
+    "distributed": """
+model_parallel_size int | Removed; use --tensor-model-parallel-size. | it was renamed; use
+    --tensor-model-parallel-size
+""",
+    "ModelOpt": """
+export_legacy_megatron | Write a checkpoint of Megatron-LM's legacy models. | LEGACY_MODELS
+export_quant_cfg str | Format of ModelOpt's quantization. | MODELOPT
+export_real_quant_cfg str None | Format of ModelOpt's weights in low precision. | MODELOPT
+export_kv_cache_quant | Quantize the key/value cache by ModelOpt. | MODELOPT
+finetune_hf_dataset str | Data set on the Hugging Face hub to tune on. | HUB_DATA
+finetune_data_split str train | Split of --finetune-hf-dataset. | HUB_DATA
+""",
+    "biencoder": """
+ict_head_size int | Width of the retriever's embeddings in ICT. | RETRIEVER
+biencoder_projection_dim int 0 | Width of a projection behind the retriever; 0 means none. |
+    RETRIEVER
+biencoder_shared_query_context_model | Embed queries and contexts with one model. | RETRIEVER
+ict_load str | Directory of an ICT checkpoint. | RETRIEVER
+bert_load str | Directory of a BERT checkpoint that ICT starts from. | RETRIEVER
+titles_data_path str | Data prefix of document titles. | RETRIEVER
+query_in_block_prob float 0.1 | Probability that a query stays in its block. | RETRIEVER
+use_one_sent_docs | Use documents of a single sentence too. | RETRIEVER
+evidence_data_path str | File of evidence passages. | RETRIEVER
+retriever_score_scaling | Divide retrieval scores by the root of the width. | RETRIEVER
+block_data_path str | File of embedded blocks. | RETRIEVER
+embedding_path str | File of embeddings for open retrieval. | RETRIEVER
+indexer_batch_size int 128 | Samples in a batch while blocks are embedded. | RETRIEVER
+indexer_log_interval int 1000 | Batches between lines while blocks are embedded. | RETRIEVER
+""",
+    "retro": """
+retro_project_dir str | Directory of a retrieval project. | RETRO
+retro_add_retriever | Add retrieval to the model. | RETRO
+""",
+}
+
+_IGNORED = {
+    "vision": """
+language_model_type str | Megatron-LM's name of a language model. | the flags of the layers describe
+    the language model and the projector (--swiglu, --normalization, --ffn-hidden-size, ...)
+use_te | Build layers of Transformer Engine. | --transformer-impl transformer_engine, the default,
+    builds them
+packing_seq_length int 0 | Length of packed rows in Megatron-LM. | with --use-packed-sequence,
+    --decoder-seq-length and --dataloader-seq-length limit a row
+dataset_config str | File of settings of a data set. | OLD_SPELLING
+eos_id int | Token that ends a generated text. | GENERATION
+use_mcore_inference | Generate with Megatron Core's engine. | GENERATION
+data_sharding bool True | Let every data-parallel rank draw from all images instead of its share. |
+    in every layout the order of images is a function of the seed, and each image is read once per
+    epoch
+vision_pretraining | Pretrain a vision model. | the entry script, or --model-kind, decides what is
+    trained
+""",
+    "training": """
+enable_gloo_process_groups bool True --disable-gloo-process-groups | Do not create gloo process
+    groups beside the NCCL ones. | only groups that are used are made
+deprecated_use_mcore_models --use-mcore-models | Deprecated; the models of Megatron-LM's core
+    library are the only ones. | OLD_SPELLING
+""",
+    "distributed": """
+use_sharp | Let the network switches reduce gradients. | the environment variable
+    NCCL_COLLNET_ENABLE=1 lets NCCL use the switches
+sharp_enabled_group dp,dp_replica | Process group that --use-sharp serves. | it only adjusts
+    --use-sharp, which is not available in this program
+""",
+    "experimental": """
+enable_experimental | Allow the reference's experimental features. | nothing here waits for it
+""",
+    "data and dataloader": """
+retriever_seq_length int 256 | Tokens of a retriever's sample. | only retrieval models read it
+sample_rate float 1.0 | Share of the samples that a retriever's training uses. | only retrieval
+    models read it
+""",
+    "msc": """
+enable_msc bool True --disable-msc | Treat msc:// paths as plain file names. | only names that begin
+    with msc:// are treated as such, by an extra package
+""",
+    "checkpointing": """
+ckpt_incremental | Write frozen tensors only to the first checkpoint. | every checkpoint is
+    complete; --lora-rank saves the adapters alone, and --keep-last-checkpoints limits the space
+strict_fsdp_dtensor_load bool True | Allow missing keys when an fsdp_dtensor checkpoint is loaded. |
+    --dist-ckpt-strictness says for every format what may be missing
+auto_detect_ckpt_format | Detect the format of the loaded checkpoint. | ALWAYS_SO
+ckpt_convert_update_legacy_dist_opt_format | Rewrite the distributed optimizer's state while
+    converting. | it is always written in the present arrangement
+use_dist_ckpt_deprecated --use-dist-ckpt | Deprecated; use --ckpt-format instead of this switch. |
+    OLD_SPELLING
+dist_ckpt_format_deprecated str --dist-ckpt-format | Deprecated; use --ckpt-format. | OLD_SPELLING
+ckpt_fully_parallel_save_deprecated --ckpt-fully-parallel-save | Deprecated; saving is distributed
+    over data-parallel ranks by default. | OLD_SPELLING
+""",
+    "one logger": """
+enable_one_logger bool True --no-one-logger | Do not report to NVIDIA's one logger. | ONE_LOGGER
+one_logger_project str megatron-lm | Project in one logger. | ONE_LOGGER
+one_logger_run_name str | Name of the run in one logger. | ONE_LOGGER
+one_logger_async | Report to one logger in the background. | ONE_LOGGER
+app_tag_run_name str | Tag of the run in one logger. | ONE_LOGGER
+app_tag_run_version str 0.0.0 | Version of the run in one logger. | ONE_LOGGER
+""",
+    "autoresume": """
+adlr_autoresume_interval int 1000 | Steps between questions to the resubmission service. | it only
+    adjusts --adlr-autoresume, which is not available in this program
+""",
+    "rl": """
+rl_offload_optimizer_during_inference | Move the optimizer state to host memory during rollouts. |
+    the optimizer state stays where it is; see --optimizer-cpu-offload
+""",
+    "Logits Distillation": """
+logits_load_decode_threads int 4 | Threads that decode a store. | samples of a store are read by the
+    --num-workers of the data loader
+logits_load_prefetch_factor int 3 | Micro-batches that are read ahead from a store. | samples of a
+    store are read by the --num-workers of the data loader
+logits_load_msc_prefetch_depth int 2 | Files of a store that are fetched ahead from object storage.
+    | samples of a store are read by the --num-workers of the data loader
+""",
+    "network size": """
+add_position_embedding bool True --no-position-embedding | Do not add learned positions; deprecated,
+    use --position-embedding-type. | --position-embedding-type sets the position embedding
+""",
+    "moe": """
+moe_extended_tp | Old spelling of --expert-tensor-parallel-size. | OLD_SPELLING
+""",
+    "ModelOpt": """
+export_te_mcore_model | Build the layers of Transformer Engine in a script of ModelOpt. |
+    --transformer-impl transformer_engine, the default, builds them
+export_force_local_attention | Build Megatron Core's own attention in a script of ModelOpt. |
+    --attention-backend chooses the attention
+export_model_type str GPTModel | Class of the model in a script of ModelOpt. | the entry program, or
+    --model-kind, chooses the model
+""",
+    "retro": """
+retro_cyclic_train_iters int | Steps after which retrieval data repeats. | OF_RETRO
+retro_encoder_layers int 2 | Layers of the encoder of neighbours. | OF_RETRO
+retro_encoder_hidden_dropout float 0.1 | Hidden dropout of the encoder of neighbours. | OF_RETRO
+retro_encoder_attention_dropout float 0.1 | Attention dropout of the encoder of neighbours. |
+    OF_RETRO
+retro_num_neighbors int 2 | Neighbours that are retrieved for each chunk. | OF_RETRO
+retro_num_retrieved_chunks int 2 | Chunks of each neighbour. | OF_RETRO
+retro_attention_gate float 1.0 | Gate of attention to neighbours. | OF_RETRO
+retro_verify_neighbor_count bool True --retro-no-verify-neighbor-count | Accept chunks with fewer
+    neighbours. | OF_RETRO
+""",
+}
+
+_TYPES: dict[str, Callable[[str], object]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": lambda text: text == "True",
+}
+
+
+def _fields(state: str, tables: dict[str, str]) -> Iterator[tuple[str, object, Any]]:
+    """Yield name, type and option of each row of ``tables``, group -> rows."""
+    for group, text in tables.items():
+        for key, words in parse_table(text).items():
+            name, *spelling = key.split()
+            help, reason = words.split(" | ")
+            more: dict[str, Any] = {state: vars(flag_messages).get(reason, reason)}
+            if spelling and spelling[-1].startswith("--"):
+                more["flag"] = spelling.pop()
+            kind, *default = spelling or ("bool", "False")
+            if "," in kind:
+                more["choices"] = tuple(kind.split(","))
+            parse = _TYPES.get(kind, str)
+            value = parse(default[0]) if default else None
+            hint = bool if kind == "bool" else parse
+            yield name, hint, option(value, help, group=group, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutOfScopeFlags:
+class _OtherFlags:
+    """Flags with values that a table does not have."""
+
     onnx_safe: bool | None = option(
         None,
         "Avoid operations that ONNX cannot express.",
@@ -25,110 +235,27 @@ class OutOfScopeFlags:
         parse=strict_bool,
         ignored=flag_messages.OLD_SPELLING,
     )
-    use_legacy_models: bool = option(
-        False,
-        "Use Megatron-LM's legacy models instead of its core library's.",
-        group="training",
-        refused=flag_messages.LEGACY_MODELS,
+    progress_bar: bool | None = option(
+        None,
+        "Show a progress bar.",
+        group="logging",
+        both_ways=True,
+        harmless=(False,),
+        ignored="the log has a line with the iteration for each --log-interval",
     )
-    export_te_mcore_model: bool = _modelopt(
-        False,
-        "Build the layers of Transformer Engine in a script of ModelOpt.",
-        ignored="--transformer-impl transformer_engine, the default, builds them",
+    retriever_report_topk_accuracies: tuple[int, ...] = option(
+        (),
+        "Values of k whose retrieval accuracy is reported.",
+        group="biencoder",
+        nargs="+",
+        refused=flag_messages.RETRIEVER,
     )
-    export_force_local_attention: bool = _modelopt(
-        False,
-        "Build Megatron Core's own attention in a script of ModelOpt.",
-        ignored="--attention-backend chooses the attention",
-    )
-    export_model_type: str = _modelopt(
-        "GPTModel",
-        "Class of the model in a script of ModelOpt.",
-        ignored="the entry program, or --model-kind, chooses the model",
-    )
-    export_legacy_megatron: bool = _modelopt(
-        False,
-        "Write a checkpoint of Megatron-LM's legacy models.",
-        refused=flag_messages.LEGACY_MODELS,
-    )
-    export_quant_cfg: str | None = _modelopt(
-        None, "Format of ModelOpt's quantization.", refused=flag_messages.MODELOPT
-    )
-    export_real_quant_cfg: str = _modelopt(
-        "None",
-        "Format of ModelOpt's weights in low precision.",
-        refused=flag_messages.MODELOPT,
-    )
-    export_kv_cache_quant: bool = _modelopt(
-        False,
-        "Quantize the key/value cache by ModelOpt.",
-        refused=flag_messages.MODELOPT,
-    )
-    finetune_hf_dataset: str | None = _modelopt(
-        None, "Data set on the Hugging Face hub to tune on.", refused=flag_messages.HUB_DATA
-    )
-    finetune_data_split: str = _modelopt(
-        "train", "Split of --finetune-hf-dataset.", refused=flag_messages.HUB_DATA
-    )
-    ict_head_size: int | None = _ict(None, "Width of the retriever's embeddings in ICT.")
-    biencoder_projection_dim: int = _ict(
-        0, "Width of a projection behind the retriever; 0 means none."
-    )
-    biencoder_shared_query_context_model: bool = _ict(
-        False, "Embed queries and contexts with one model."
-    )
-    ict_load: str | None = _ict(None, "Directory of an ICT checkpoint.")
-    bert_load: str | None = _ict(None, "Directory of a BERT checkpoint that ICT starts from.")
-    titles_data_path: str | None = _ict(None, "Data prefix of document titles.")
-    query_in_block_prob: float = _ict(0.1, "Probability that a query stays in its block.")
-    use_one_sent_docs: bool = _ict(False, "Use documents of a single sentence too.")
-    evidence_data_path: str | None = _ict(None, "File of evidence passages.")
-    retriever_report_topk_accuracies: tuple[int, ...] = _ict(
-        (), "Values of k whose retrieval accuracy is reported.", nargs="+"
-    )
-    retriever_score_scaling: bool = _ict(False, "Divide retrieval scores by the root of the width.")
-    block_data_path: str | None = _ict(None, "File of embedded blocks.")
-    embedding_path: str | None = _ict(None, "File of embeddings for open retrieval.")
-    indexer_batch_size: int = _ict(128, "Samples in a batch while blocks are embedded.")
-    indexer_log_interval: int = _ict(1000, "Batches between lines while blocks are embedded.")
-    swin_backbone_type: str = _vision(
-        "tiny", "Size of a Swin model.", choices=("tiny", "base", "h3")
-    )
-    mask_type: str = _vision(
-        "random", "How image patches are hidden for inpainting.", choices=("random", "row")
-    )
-    mask_factor: float = _vision(1.0, "Size factor of hidden patches.")
-    iter_per_epoch: int = _vision(1250, "Steps that count as one epoch of images.")
-    dino_local_img_size: int = _vision(96, "Side of DINO's local crops in pixels.")
-    dino_local_crops_number: int = _vision(10, "Local crops of each image in DINO.")
-    dino_head_hidden_size: int = _vision(2048, "Width of DINO's head.")
-    dino_bottleneck_size: int = _vision(256, "Width of the bottleneck in DINO's head.")
-    dino_freeze_last_layer: float = _vision(1.0, "Epochs during which DINO's last layer is frozen.")
-    dino_norm_last_layer: bool = _vision(False, "Normalize DINO's last layer.")
-    dino_warmup_teacher_temp: float = _vision(0.04, "First temperature of DINO's teacher.")
-    dino_teacher_temp: float = _vision(0.07, "Temperature of DINO's teacher after warm-up.")
-    dino_warmup_teacher_temp_epochs: int = _vision(
-        30, "Epochs over which the teacher's temperature rises."
-    )
-    retro_project_dir: str | None = _retro(
-        None, "Directory of a retrieval project.", refused=flag_messages.RETRO
-    )
-    retro_add_retriever: bool = _retro(
-        False, "Add retrieval to the model.", refused=flag_messages.RETRO
-    )
-    retro_cyclic_train_iters: int | None = _retro_detail(
-        None, "Steps after which retrieval data repeats."
-    )
-    retro_encoder_layers: int = _retro_detail(2, "Layers of the encoder of neighbours.")
-    retro_encoder_hidden_dropout: float = _retro_detail(
-        0.1, "Hidden dropout of the encoder of neighbours."
-    )
-    retro_encoder_attention_dropout: float = _retro_detail(
-        0.1, "Attention dropout of the encoder of neighbours."
-    )
-    retro_num_neighbors: int = _retro_detail(2, "Neighbours that are retrieved for each chunk.")
-    retro_num_retrieved_chunks: int = _retro_detail(2, "Chunks of each neighbour.")
-    retro_attention_gate: float = _retro_detail(1.0, "Gate of attention to neighbours.")
-    retro_verify_neighbor_count: bool = _retro_detail(
-        True, "Accept chunks with fewer neighbours.", flag="--retro-no-verify-neighbor-count"
-    )
+
+
+OutOfScopeFlags = make_dataclass(
+    "OutOfScopeFlags",
+    [*_fields("refused", _REFUSED), *_fields("ignored", _IGNORED)],
+    bases=(_OtherFlags,),
+    frozen=True,
+    kw_only=True,
+)

@@ -6,14 +6,12 @@ import os
 from dataclasses import dataclass, fields
 from functools import partial
 
-from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
 _STARTED = os.environ.get("WORLD_SIZE", "")
 _WORLD_SIZE = int(_STARTED) if _STARTED.isascii() and _STARTED.isdigit() else 1
 
 _check = partial(option, group="training")
-_autoresume = partial(option, group="autoresume")
 _straggler = partial(option, group="straggler")
 _restart = partial(option, group="In-process restart")
 _ft_package = partial(option, group="ft_package")
@@ -31,17 +29,6 @@ class ResilienceConfig:
         None,
         "Append rejected results to this file, and skip the steps whose result it records as "
         "rejected in every rerun.",
-    )
-    adlr_autoresume: bool = _autoresume(
-        False,
-        "Let a service of NVIDIA's clusters end and resubmit the job.",
-        refused="that service is NVIDIA's own; use --exit-signal-handler or "
-        "--exit-duration-in-mins",
-    )
-    adlr_autoresume_interval: int = _autoresume(
-        1000,
-        "Steps between questions to the resubmission service.",
-        ignored=flag_messages.only_with("--adlr-autoresume"),
     )
     log_straggler: bool = _straggler(False, "Compare the speed of ranks and log the slowest ones.")
     disable_straggler_on_startup: bool = _straggler(
@@ -61,12 +48,6 @@ class ResilienceConfig:
     )
     straggler_minmax_count: int = _straggler(
         1, "Number of fastest and slowest ranks to log.", at_least=1
-    )
-    run_workload_inspector_server: bool = option(
-        False,
-        "Serve live profiling on demand.",
-        group="workload inspector",
-        refused="the workload inspector is NVIDIA's own; use --profile",
     )
     inprocess_restart: bool = _restart(
         False,

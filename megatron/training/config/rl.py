@@ -104,11 +104,6 @@ class RLConfig:
         "Prompts that an evaluation takes from each environment with evaluation_only.",
         at_least=1,
     )
-    rl_offload_optimizer_during_inference: bool = _rl(
-        False,
-        "Move the optimizer state to host memory during rollouts.",
-        ignored="the optimizer state stays where it is; see --optimizer-cpu-offload",
-    )
 
 
 # Flags that have an effect in reinforcement learning only.

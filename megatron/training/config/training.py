@@ -105,12 +105,6 @@ class TrainingConfig:
         "Use a different dropout seed on each data-parallel rank; weights are equal on all "
         "of them.",
     )
-    enable_experimental: bool = option(
-        False,
-        "Allow the reference's experimental features.",
-        group="experimental",
-        ignored="nothing here waits for it",
-    )
 
 
 _validation = partial(option, group="validation")

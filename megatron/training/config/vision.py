@@ -141,38 +141,6 @@ class VisionConfig:
         "Let data-parallel ranks encode about equal numbers of tiles.",
         ignored="--use-packed-sequence gives ranks rows of about equal length",
     )
-    language_model_type: str | None = _vision(
-        None,
-        "Megatron-LM's name of a language model.",
-        ignored="the flags of the layers describe the language model and the projector "
-        "(--swiglu, --normalization, --ffn-hidden-size, ...)",
-    )
-    use_te: bool = _vision(
-        False,
-        "Build layers of Transformer Engine.",
-        ignored="--transformer-impl transformer_engine, the default, builds them",
-    )
-    packing_seq_length: int = _vision(
-        0,
-        "Length of packed rows in Megatron-LM.",
-        ignored="with --use-packed-sequence, --decoder-seq-length and --dataloader-seq-length "
-        "limit a row",
-    )
-    dataset_config: str | None = _vision(
-        None, "File of settings of a data set.", ignored=flag_messages.OLD_SPELLING
-    )
-    eos_id: int | None = _vision(
-        None, "Token that ends a generated text.", ignored=flag_messages.GENERATION
-    )
-    use_mcore_inference: bool = _vision(
-        False, "Generate with Megatron Core's engine.", ignored=flag_messages.GENERATION
-    )
-    online_evaluation_config: str | None = _vision(
-        None,
-        "File of tasks that Megatron-LM evaluates during training.",
-        refused="tasks are not evaluated during training; use --eval-generate, or "
-        "tools/run_vlm_text_generation.py with a checkpoint",
-    )
     # Positions of a row in every layout, derived; ranks that split it add a few, see --seq-length.
     row_length: int | None = None
 
@@ -228,17 +196,6 @@ class ImageClassifierConfig:
         "Fraction of each class's images that is trained on, the first ones in the order of their "
         "names, over 0 to 1.",
         at_most=1,
-    )
-    data_sharding: bool = _vision(
-        True,
-        "Let every data-parallel rank draw from all images instead of its share.",
-        ignored="in every layout the order of images is a function of the seed, and each image is "
-        "read once per epoch",
-    )
-    vision_pretraining: bool = _vision(
-        False,
-        "Pretrain a vision model.",
-        ignored="the entry script, or --model-kind, decides what is trained",
     )
     vision_pretraining_type: str = _vision(
         "classify",

@@ -2,19 +2,11 @@
 
 `rank` builds the real model and optimizer of any rank without memory, and sends micro-batches
 through each of its chunks under `tracing`; `costs` adds up what the passes cost, `run_plan` plans
-the ranks of a pipeline, and `suggested_fix` searches for a change that makes a run fit.  A run that
-trains imports none of them, except for an out-of-memory report; `memory_warmup` rehearses the peak
-memory of a running rank, and `out_of_memory` lists what holds it.
+the ranks of a pipeline, and `check` searches for a change that makes a run fit.  A run that trains
+imports none of them; `memory_warmup` rehearses the peak memory of a running rank, and
+`out_of_memory` lists what holds it, and the changes that save memory.
 """
 
 from megatron.core.optional import lazy_exports
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "check_only": "megatron.training.planning.check",
-        "fits": "megatron.training.planning.suggested_fix",
-        "plan_lines": "megatron.training.planning.run_plan",
-        "plan_run": "megatron.training.planning.run_plan",
-    },
-)
+__getattr__ = lazy_exports(__name__, {"check_only": "megatron.training.planning.check"})

@@ -17,8 +17,8 @@ from megatron.core.extensions.transformer_engine.engine import unsupported_reaso
 from megatron.training.arguments.input_files import missing_files, vocabulary_of
 from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
+from megatron.training.planning.out_of_memory import changes, flags_of
 from megatron.training.planning.run_plan import RunPlan, plan_lines, plan_run
-from megatron.training.planning.suggested_fix import fits
 from megatron.training.process.rank_print import is_rank0, print_rank_0
 from megatron.training.process.rank_print import world_size as world_size_of_launcher
 from megatron.training.runtime.setup import grids_of
@@ -94,16 +94,27 @@ def _progress() -> Callable[[str], None]:
     return tell
 
 
-def _suggest_fix(
-    args: Namespace, config: RunConfig, number_of_fullest: int, memory: float
-) -> Iterator[str]:
+def _suggest_fix(args: Namespace, config: RunConfig, fullest: int, limit: float) -> Iterator[str]:
+    """Yield the first change that no rule refuses and that fits ``limit`` bytes, else all of them.
+
+    Each is planned as the run was: stage ``fullest`` first, the others only if that one fits.
+    """
     tried = []
-    for words, peak in fits(args, config, number_of_fullest, memory):
-        size = f"{peak / _BYTES_PER_GIB:.2f} GiB"
-        if peak <= memory:
-            yield f"cheapest change: {words}, {size}"
+    for values in changes(config):
+        try:
+            given = Namespace(**{**vars(args), **values})
+            changed = resolve(given, config.world_size, trains=config.trains)
+        except ConfigError:
+            continue
+        changed = replace(changed, tokenizer=config.tokenizer)  # whose vocabulary is known
+        plan = plan_run(changed, args.check_rank, only=fullest, memory=limit)
+        if plan.fullest.peak <= limit:
+            plan = plan_run(changed, args.check_rank, memory=limit)
+        flags, size = flags_of(values), f"{plan.fullest.peak / _BYTES_PER_GIB:.2f} GiB"
+        if plan.fullest.peak <= limit:
+            yield f"cheapest change: {flags}, {size}"
             return
-        tried.append(f"  {words}: {size}")
+        tried.append(f"  {flags}: {size}")
     yield "no single change is enough:"
     yield from tried
 

@@ -15,21 +15,18 @@ import gc
 import os
 import re
 import traceback
-from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from megatron.core import device, virtual_ranks
-from megatron.core.config.errors import MegatronError, OutOfMemory
+from megatron.core import device
+from megatron.core.config.errors import OutOfMemory
 from megatron.core.params.param_info import local_part
 from megatron.core.peft.lora import stored_tensors
-from megatron.training import planning
-from megatron.training.arguments.resolve import resolve
-from megatron.training.estimates.automatic_settings import logits_bytes
+from megatron.training.config.run import RunConfig
 from megatron.training.process.phase import current_phase
 from megatron.training.process.rank_print import rank, ranks_here
 from megatron.training.runtime.context import RunContext
@@ -39,6 +36,7 @@ _GIB = 2**30
 _SHOWN = 10
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
 _ASKED = re.compile(r"(?:[Tt]ried|Unable) to allocate ([\d.]+) (\w+)")
+_CHUNK = 1024  # tokens whose logits exist at a time
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": _GIB, "TiB": 2**40}
 
 
@@ -59,7 +57,7 @@ def report_oom(current_run: Callable[[], RunContext | None]) -> Iterator[None]:
         held = owners(run)
         traceback.clear_frames(trace)  # frees the activations: the report needs memory
         device.empty_cache()
-        text = "\n".join([*head, *_largest(held), *_planned(run), *_suggested_fixes(run, held)])
+        text = "\n".join([*head, *_largest(held), *_suggested_fixes(run)])
         raise OutOfMemory(text) from None
 
 
@@ -108,93 +106,50 @@ def _largest(held: list[Owner]) -> Iterator[str]:
     yield f"  {rest / _GIB:9.3f}  everything else"
 
 
-def _planned(run: RunContext) -> Iterator[str]:
-    """Yield the planner's estimate for this rank's stage."""
-    yield "what was planned, GiB of tensors (as --check-only):"
-    asked = Namespace(**run.config.asked, yaml_cfg=None)
-    try:
-        with virtual_ranks.without_groups():
-            config = resolve(asked, run.config.world_size, trains=run.config.trains)
-            only = run.groups.pp.rank()
-            planned = planning.plan_run(config, rank(), only=only, memory=_memory())
-    except (MemoryError, RuntimeError, MegatronError) as error:
-        yield f"  no answer: {error}"
-        return
-    (stage,) = planned.stages
-    state = stage.cost.state
-    for name, size in (
-        ("parameters", state.parameters),
-        ("gradients", state.gradients),
-        ("optimizer", state.optimizer),
-        ("activations", stage.activations),
-        ("in all", stage.peak),
-    ):
-        yield f"  {size / _GIB:9.3f}  {name}"
+def _suggested_fixes(run: RunContext) -> Iterator[str]:
+    yield "what would help, the cheapest first:"
+    for values in changes(run.config):
+        yield f"  {flags_of(values)}"
+    yield (
+        f"--check-only --check-world-size {run.config.world_size} --check-device-memory-gib "
+        f"{_memory() / _GIB:.1f} plans this run without a GPU, and finds the cheapest that fits"
+    )
+
+
+def changes(config: RunConfig) -> Iterator[dict[str, object]]:
+    """Yield possible changes of arguments, dest -> value, the cheapest first."""
+    m = config.model
+    training = config.training
+    tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
+    if tp > 1 and not m.sequence_parallel:
+        yield {"sequence_parallel": True}
+    if config.data_parallel_size > 1 and not config.optimizer.use_distributed_optimizer:
+        yield {"use_distributed_optimizer": True}
+    if m.recompute_granularity is None:
+        yield {"recompute_granularity": "selective"}
+    batch = training.micro_batch_size
+    tokens = batch * config.data.seq_length // m.context_parallel_size
+    if not m.loss_chunk_size and tokens >= 2 * _CHUNK and not m.defer_embedding_wgrad_compute:
+        yield {"loss_chunk_size": _CHUNK}
+    if batch % 2 == 0:
+        yield {"micro_batch_size": batch // 2}
+    if m.recompute_granularity != "full":
+        values = {"granularity": "full", "method": "uniform", "num_layers": 1}
+        yield {f"recompute_{key}": value for key, value in values.items()}
+    yield {"tensor_model_parallel_size": 2 * tp, "sequence_parallel": True}
+    yield {"pipeline_model_parallel_size": 2 * pp}
+
+
+def flags_of(values: Mapping[str, object]) -> str:
+    """Return the flags that set ``values``, dest -> value."""
+    return " ".join(
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in values.items()
+    )
 
 
 def _memory() -> int:
     return device.total_memory(ranks_here())
-
-
-def _suggested_fixes(run: RunContext, held: list[Owner]) -> Iterator[str]:
-    """Yield flags that are not set yet and about how much they save, the cheapest in time first.
-
-    Formulas of docs/recompute.md: of a layer with fused attention that keeps all activations,
-    selective recomputation of the MLP and the norms keeps a half, full recomputation a tenth.
-    """
-    m, o, batch = run.config.model, run.config.optimizer, run.config.training.micro_batch_size
-    activations, optimizer = (
-        sum(owner.num_bytes for owner in held if owner.kind == kind and owner.name != LOGITS)
-        for kind in (ACTIVATIONS, OPTIMIZER)
-    )
-    logits = logits_bytes(run.config, run.padded_vocab_size) if run.has_loss else 0
-    replicas = run.config.data_parallel_size
-    tp = m.tensor_model_parallel_size
-    recompute = "--recompute-granularity"
-    yield "what would help, the cheapest first (about so many GiB of what is listed above):"
-    for is_possible, flags, saving in (
-        (logits and not m.loss_chunk_size, "--loss-chunk-size 1024", logits),
-        (
-            tp > 1 and not m.sequence_parallel,
-            "--sequence-parallel",
-            activations * (1 - 1 / tp) / 2,
-        ),
-        (
-            replicas > 1 and not o.use_distributed_optimizer,
-            "--use-distributed-optimizer",
-            optimizer * (1 - 1 / replicas),
-        ),
-        (
-            not o.use_precision_aware_optimizer and (m.bf16 or m.fp16),
-            "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
-            optimizer / 2,
-        ),
-        (
-            m.recompute_granularity is None,
-            f"{recompute} adaptive (as little as fits)",
-            activations * 0.9,
-        ),
-        (
-            m.recompute_granularity is None,
-            f"{recompute} selective --recompute-modules mlp layernorm",
-            activations / 2,
-        ),
-        (batch > 1, f"--micro-batch-size {batch // 2}", (activations + logits) / 2),
-        (
-            m.recompute_granularity != "full",
-            f"{recompute} full --recompute-method uniform --recompute-num-layers 1",
-            activations * 0.9,
-        ),
-        (
-            not o.optimizer_cpu_offload and device.host_is_apart(),
-            "--optimizer-cpu-offload",
-            optimizer,
-        ),
-    ):
-        if is_possible:
-            yield f"  {saving / _GIB:9.3f}  {flags}"
-    more = "more --tensor-model-parallel-size or --pipeline-model-parallel-size"
-    yield f"             {more}"
 
 
 ACTIVATIONS, GRADIENTS, OPTIMIZER = "activations", "gradients", "optimizer"

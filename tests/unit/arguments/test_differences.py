@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.option import flag_of
-from megatron.training.arguments.options import CHANGED_DEFAULTS, state
+from megatron.training.arguments.options import state
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.sections import flags_and_defaults
-from tests.support.command_lines import problems_of
+from tests.support.command_lines import CHANGED_DEFAULTS, problems_of
 from tools.dev import flags as flags_page
 
 ROOT = Path(__file__).resolve().parents[3]

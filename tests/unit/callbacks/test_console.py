@@ -1,17 +1,13 @@
-"""Validation blocks and the progress bar."""
+"""Validation blocks."""
 
 from __future__ import annotations
 
-import io
 import math
-from pathlib import Path
 
 import pytest
 
-from megatron.training.callbacks import console
-from megatron.training.callbacks.console import ProgressBar, terminal, validation_block
+from megatron.training.callbacks.console import validation_block
 from megatron.training.callbacks.records import EvalRecord
-from tests.support.callback_calls import fake_run, step_result
 
 
 def _record(**changes: object) -> EvalRecord:
@@ -56,56 +52,3 @@ def test_perplexity_is_cut_where_it_would_overflow() -> None:
 
 def test_the_perplexity_of_a_nan_is_a_nan() -> None:
     assert math.isnan(_record(losses={"lm loss": math.nan}).perplexities["lm loss"])
-
-
-def test_the_bar_stands_only_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    stream = io.StringIO()
-    bar, run = ProgressBar(stream), fake_run()
-    run.state.iteration = 4
-    bar.on_train_start(run)
-    bar.on_step_start(run)
-    assert stream.getvalue() == "\r[############..................] 4/10\x1b[K"
-    now[0] += 90.0
-    run.state.iteration += 1
-    bar.on_step_end(run, step_result())
-    assert stream.getvalue().endswith("\r\x1b[K")
-    bar.on_step_start(run)
-    assert "] 5/10 0:07:30 left" in stream.getvalue()
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_bar_is_drawn_on_a_terminal_unless_asked_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("sys.stderr", io.StringIO())
-    assert terminal(None) is None
-    watched = Terminal()
-    monkeypatch.setattr("sys.stderr", watched)
-    assert terminal(None) is watched
-    assert terminal(True) is watched
-    assert terminal(False) is None
-
-
-def test_a_bar_that_is_asked_for_never_goes_to_a_log_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    log_file = io.StringIO()
-    monkeypatch.setattr("sys.stderr", log_file)
-    monkeypatch.setattr(console, "_TERMINAL", str(tmp_path / "tty"))
-    watched = terminal(True)
-    assert watched is not None
-    bar = ProgressBar(watched)
-    bar.on_train_start(fake_run())
-    bar.on_step_start(fake_run())
-    bar.close()
-    assert "/10" in (tmp_path / "tty").read_text()
-    assert log_file.getvalue() == ""
-    monkeypatch.setattr(console, "_TERMINAL", str(tmp_path / "absent" / "tty"))
-    assert terminal(True) is None
-    assert "--progress-bar is without effect" in caplog.text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.callbacks import console, default
+from megatron.training.callbacks import default
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.step.run import Callback, CallbackList, CheckpointEvent, EvalResult
 from tests.support.callback_calls import fake_run, step_result
@@ -25,7 +25,7 @@ def names(flags: str, **changes: object) -> list[str]:
 
 
 def test_a_plain_run_logs_evaluates_saves_and_may_end() -> None:
-    assert names("--no-progress-bar") == [
+    assert names("") == [
         "Metrics",
         "EvaluationCallback",
         "CheckpointCallback",
@@ -33,21 +33,17 @@ def test_a_plain_run_logs_evaluates_saves_and_may_end() -> None:
     ]
 
 
-def test_everything_asked_for_stands_in_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(console, "_TERMINAL", str(tmp_path / "tty"))
+def test_everything_asked_for_stands_in_its_place(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         found = names(
-            f"--progress-bar --profile --manual-gc --train-sync-interval 5 --log-progress "
+            f"--profile --manual-gc --train-sync-interval 5 --log-progress "
             f"--save {tmp_path} --exit-signal-handler --log-energy "
             f"--tensorboard-dir {tmp_path / 'tb'} --metrics-file {tmp_path / 'm.jsonl'}"
         )
     finally:
         signal.signal(signal.SIGTERM, before)
     assert found == [
-        "ProgressBar",
         "NsysRange",
         "TrainSync",
         "Metrics",
@@ -66,8 +62,7 @@ def test_only_the_last_rank_opens_files_and_only_rank_0_logs_progress(
 ) -> None:
     monkeypatch.setattr(default.dist, "get_rank", lambda: 3)  # --profile-ranks is 0
     found = names(
-        f"--progress-bar --log-progress --save {tmp_path} --metrics-file {tmp_path / 'm.jsonl'} "
-        "--profile",
+        f"--log-progress --save {tmp_path} --metrics-file {tmp_path / 'm.jsonl'} --profile",
         is_last_loss_rank=False,
         is_rank_0=False,
     )
@@ -76,7 +71,7 @@ def test_only_the_last_rank_opens_files_and_only_rank_0_logs_progress(
 
 
 def test_scripts_find_the_tensorboard_writer(tmp_path: Path) -> None:
-    callbacks = default_callbacks(fake_run(f"--no-progress-bar --tensorboard-dir {tmp_path}"))
+    callbacks = default_callbacks(fake_run(f"--tensorboard-dir {tmp_path}"))
     (found,) = callbacks.writers().items()
     assert (found[0], type(found[1]).__name__) == ("tensorboard", "SummaryWriter")
     callbacks.close()

@@ -18,7 +18,6 @@ from megatron.core import device
 from megatron.training.callbacks import default
 from megatron.training.callbacks import straggler as straggler_module
 from megatron.training.callbacks import wandb as wandb_module
-from megatron.training.callbacks.console import ProgressBar
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.callbacks.energy import EnergyMeter
 from megatron.training.callbacks.profiler import MemoryHistory
@@ -125,16 +124,6 @@ def test_a_memory_history_that_cannot_be_written_is_switched_off(
     steps(run, CallbackList([MemoryHistory()]), lambda: None)
     (warning,) = switched_off(caplog)
     assert warning.startswith("memory history s.pickle is switched off")
-
-
-def test_a_terminal_that_is_closed_takes_its_bar_along(caplog: pytest.LogCaptureFixture) -> None:
-    with open("/dev/full", "w") as terminal:
-        run = fake_run()
-        steps(run, CallbackList([ProgressBar(terminal)]), lambda: None)
-        (warning,) = switched_off(caplog)
-        assert warning.startswith("progress bar is switched off")
-        with pytest.raises(OSError, match="No space"):
-            terminal.close()
 
 
 @pytest.mark.parametrize("closed", ["1>&-", "0<&- 1>&- 2>&-"])

@@ -8,10 +8,6 @@ import http.client
 import logging
 import socket
 import struct
-from collections import namedtuple
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch.distributed as dist
@@ -103,60 +99,6 @@ def test_a_slow_rank_is_named_and_its_waits_do_not_count(
     assert lines[0].startswith(
         "MnRtt/Rnk: 2000.00ms/0 | MxRtt/Rnk: 7000.00ms/1 | MnDRtt/Rnk: 1000.00ms/0"
     )
-
-
-StragglerId = namedtuple("StragglerId", "rank node")
-
-
-class FakeDetector:
-    """NVIDIA's detector, which needs a GPU: rank 1 is slow; notes the calls."""
-
-    calls: ClassVar[list[str]] = []
-
-    @classmethod
-    def initialize(cls, **options: object) -> None:
-        cls.calls.append("initialize")
-
-    @classmethod
-    @contextlib.contextmanager
-    def detection_section(cls, name: str) -> Iterator[None]:
-        cls.calls.append(f"+{name}")
-        yield
-        cls.calls.append(f"-{name}")
-
-    @classmethod
-    def generate_report(cls) -> SimpleNamespace:
-        slow = {"straggler_gpus_relative": {StragglerId(rank=1, node="b")}}
-        return SimpleNamespace(
-            gpu_relative_perf_scores={0: 1.0, 1: 0.5}, identify_stragglers=lambda: slow
-        )
-
-    @classmethod
-    def shutdown(cls) -> None:
-        cls.calls.append("shutdown")
-
-
-def test_nvidias_detector_adds_the_slow_gpus(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = fake_run("--log-interval 2")
-    callback = Straggler(True, (LOOPBACK, 0), 1)
-    with monkeypatch.context() as patched:
-        patched.setattr(straggler_callback.device, "is_cuda", lambda: True)
-        patched.setattr(straggler_callback, "available", lambda package: True)
-        patched.setattr(
-            straggler_callback, "require", lambda *a: SimpleNamespace(Detector=FakeDetector)
-        )
-        callback.on_train_start(run)
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            callback.on_step_start(run)
-            run.state.advance(step_result(), 0.0)
-            callback.on_step_end(run, step_result())
-    callback.close()
-    assert FakeDetector.calls == ["initialize", *["+step", "-step"] * 2, "shutdown"]
-    expected = "slow: the kernels of rank 1 on b have 50% of the speed of the fastest rank"
-    assert caplog.records[-1].getMessage() == expected
 
 
 def ask(switch: Switch) -> str:

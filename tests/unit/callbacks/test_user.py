@@ -89,7 +89,7 @@ def test_mistakes_are_reported_with_the_other_conflicts(
 
 def test_callbacks_of_users_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(default.dist, "get_rank", lambda: 0)
-    run = fake_run("--no-progress-bar --callback users_callbacks:Good")
+    run = fake_run("--callback users_callbacks:Good")
     names = [type(callback).__name__ for callback in default_callbacks(run)]
     assert names[-2:] == ["ExitConditions", "Good"]
 

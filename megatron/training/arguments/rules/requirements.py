@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import fields
 
 from megatron.core.config.option import dest_of, options_of
+from megatron.core.config.parse import parse_table
 from megatron.core.device import CPU
 from megatron.core.distributed.sharding import shares_instances
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP
-from megatron.training.arguments.options import parse_table
 from megatron.training.arguments.rules.rule import Settings, needs
 from megatron.training.config.mimo import MimoConfig
 from megatron.training.config.resilience import RESTART_FLAGS
