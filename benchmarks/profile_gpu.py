@@ -1,6 +1,6 @@
 """Profile training steps on a GPU: the kernels that take most time, launches and idle time.
 
-    python -m benchmarks.profile_gpu --shape 1.3b [--steps 5] [--ours "--compile layer"]
+    python -m benchmarks.profile_gpu --shape 1.3b [--steps 5] [--ours "--no-bias-swiglu-fusion"]
     python -m benchmarks.profile_gpu --shape tiny --device cpu      (that it works, on any machine)
 
 Idle is the share of the time from the first to the last kernel in which no kernel runs.  Copies and

@@ -128,8 +128,6 @@ def make_trainer(args: argparse.Namespace):
 
         more = {
             "ours": [],
-            "ours-layer": ["--compile", "layer"],
-            "ours-model": ["--compile", "model"],
             "ours-deterministic": ["--deterministic-mode"],
         }[name]
         return ours.OurTrainer(shape, args.dtype, STEPS_FOR_LOSSES, *more)

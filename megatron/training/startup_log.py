@@ -39,11 +39,6 @@ def print_settings(config: RunConfig) -> None:
         reason = unsupported_reason(model, device.current())
         answer = "yes" if reason is None else f"no, PyTorch dispatches them: {reason}"
         print_rank_0(f"DeepEP dispatches tokens to experts: {answer}")
-    if model.compile != "none":
-        regions = {"layer": "each layer", "model": "all layers of a stage"}
-        apart = ", but for matmuls with --tensor-model-parallel-size > 1"
-        beside = apart if model.tensor_model_parallel_size > 1 else ""
-        print_rank_0(f"compiled: {regions[model.compile]}{beside}; embedding and loss are not")
     print_low_precision(config)
 
 

@@ -15,17 +15,11 @@ from typing import Any
 
 import torch
 from torch.backends import cuda
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core import device
 from megatron.core.enums import AttnBackend
 from megatron.core.transformer import attention_blocks
 
-KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "fused": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
 # Of each of torch's implementations: whether it is enabled, and the function that sets it.
 _SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
     "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
@@ -37,7 +31,7 @@ FLASH = "flash"
 FUSED = "fused"
 BLOCKS = "blocks"
 PLAIN = "plain"
-NAMES = (BLOCKS, *KERNELS, PLAIN)
+NAMES = (BLOCKS, *_SWITCHES)
 _BLOCK_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 _FEW_TOKENS = 128
 _HOPPER = (9, 0)
@@ -188,18 +182,11 @@ def choose_for(wanted: AttnBackend, where: torch.device, **properties: Any) -> t
     return choose(wanted, AttentionRequest(**properties))
 
 
-def only_kernels(names: tuple[str, ...]) -> AbstractContextManager[None]:
-    """Let torch's attention on a GPU use only ``names``, kernels that `choose` returned.
+class OnlyKernels(AbstractContextManager[None]):
+    """A context in which torch's attention on a GPU uses only ``names``, kernels of `choose`.
 
     As torch's `sdpa_kernel`, which takes 7 times as long on the host, in every layer.
     """
-    if torch.compiler.is_compiling():  # torch.compile knows that one, and would break at switches
-        return sdpa_kernel([KERNELS[name] for name in names])
-    return _Switches(names)
-
-
-class _Switches(AbstractContextManager[None]):
-    """A context in which torch's attention uses only ``names``."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._wrong = [

@@ -30,8 +30,8 @@ from megatron.core.transformer.attention_backends import (
     FLASH,
     FUSED,
     PLAIN,
+    OnlyKernels,
     choose_for,
-    only_kernels,
 )
 from megatron.core.transformer.attention_blocks import (
     QKV,
@@ -317,7 +317,7 @@ class DotProductAttention(MegatronModule):
         is_cuda = device.is_cuda(query.device)
         if is_cuda and FLASH not in names:  # only flash supports fewer key heads
             query, key, value = _repeat_heads(query, key, value)
-        with only_kernels(names) if is_cuda else nullcontext():
+        with OnlyKernels(names) if is_cuda else nullcontext():
             return self.sdpa(
                 query,
                 key,

@@ -135,10 +135,10 @@ def step_batches(
 def trim_rows(config: RunConfig, rollouts: Rollouts) -> RunConfig:
     """Return ``config`` with rows that are as long as the longest of ``rollouts``, rounded up.
 
-    Layers that are compiled or captured as graphs have rows of one length: then unchanged.
+    Layers that are captured as graphs have rows of one length: then unchanged.
     """
     m = config.model
-    if m.uses_graphs or m.compile != "none" or m.tp_comm_overlap:
+    if m.uses_graphs or m.tp_comm_overlap:
         return config
     unit = math.lcm(_UNIT, 2 * m.tensor_model_parallel_size * m.context_parallel_size)
     length = -(-int(rollouts.bounds.max()) // unit) * unit

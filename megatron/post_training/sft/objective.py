@@ -50,13 +50,12 @@ def sft_settings(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
 def row_multiple(config: RunConfig) -> int | None:
     """Return the divisor of the lengths of rows of one sample; None: all have --seq-length tokens.
 
-    So they do where something has buffers or kernels of one size: compiled layers, overlapped
-    tensor parallelism, experts that all-gather the tokens of data-parallel ranks, and a teacher or
-    a store of predictions.
+    So they do where something has buffers of one size: overlapped tensor parallelism, experts that
+    all-gather the tokens of data-parallel ranks, and a teacher or a store of predictions.
     """
     m = config.model
     gathers = m.moe_token_dispatcher_type == "allgather" and m.expert_model_parallel_size > 1
-    has_one_size = m.compile != "none" or m.tp_comm_overlap or gathers
+    has_one_size = m.tp_comm_overlap or gathers
     if config.data.sft_packing or has_one_size or config.distillation.method is not None:
         return None
     assert config.data.sft_alignment is not None, "it follows from --context-parallel-size"

@@ -194,7 +194,6 @@ fewer ranks for the model: data-parallel size is ranks / (tensor x pipeline x co
     deepspeed deepspeed-config ds-config use-deepspeed
 --bf16 or --fp16 | precision mixed-precision dtype torch-dtype amp trainer.precision half
 --fp8-format | use-fp8 enable-fp8
---compile layer or --compile model | torch-compile use-compile use-torch-compile training.compile
 --attention-backend flash | flash-attn flash-attention use-flash-attention enable-flash-attn
 --attention-backend | attn-impl attn-implementation attention-impl
 --recompute-activations or --recompute-granularity full | gradient-checkpointing grad-checkpointing

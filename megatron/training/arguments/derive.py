@@ -310,15 +310,6 @@ def weight_decay(ns: Namespace) -> None:
         ns.start_weight_decay = ns.end_weight_decay = ns.weight_decay
 
 
-def compilation(ns: Namespace) -> None:
-    """Disable --gradient-accumulation-fusion under --compile layer and --compile model.
-
-    A compiled backward pass returns gradients and cannot write into main_grad.
-    """
-    if ns.compile != "none":
-        ns.gradient_accumulation_fusion = False
-
-
 def image_classes(ns: Namespace) -> Iterator[str]:
     """Derive the length of an image classifier's sequences, which tensor-parallel ranks divide.
 
@@ -527,7 +518,6 @@ DERIVATIONS: tuple[Derivation, ...] = (
     attention,
     positions,
     recomputation,
-    compilation,
     experts,
     batch_sizes,
     data_sources,

@@ -25,7 +25,7 @@ from megatron.training.config.vision import VisionConfig
 _INHERITED = (
     "activation_func activation_func_clamp_value add_bias_linear add_qkv_bias attention_backend "
     "attention_dropout attention_softmax_in_fp32 bf16 "
-    "bias_activation_fusion bias_dropout_fusion calculate_per_token_loss compile "
+    "bias_activation_fusion bias_dropout_fusion calculate_per_token_loss "
     "deterministic_mode disable_bf16_reduced_precision_matmul ffn_hidden_size fp16 fp8 "
     "fp8_amax_compute_algo fp8_amax_history_len fp8_interval fp8_margin fp8_param fp8_recipe "
     "fp8_wgrad gated_linear_unit gradient_accumulation_fusion hidden_dropout hidden_size "

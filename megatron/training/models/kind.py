@@ -227,7 +227,6 @@ class ModelKind:
     classifies_images: bool = False  # by --num-classes; images are its sequences, without text
     has_placeholders: bool = False  # a row has a token for each embedding of an image or sound
     writes_text: bool = True  # autoregressively, for tools/text_generation_cli.py
-    supports_compile: bool = False
     supports_context_parallel: bool = True
     transformers_class: str = "CausalLM"  # AutoModelFor... of Hugging Face transformers
     layers: Callable[[RunConfig], list[Layer]] = stack_of_layers
@@ -277,7 +276,6 @@ GPT = ModelKind(
     entry_script="pretrain_gpt.py",
     implementation="megatron.training.models.gpt:GPT",
     objectives=frozenset({GRPO, SFT, DPO, REWARD}),
-    supports_compile=True,
 )
 BERT = ModelKind(
     title="BERT",

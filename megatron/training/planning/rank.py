@@ -90,13 +90,12 @@ def cost_of_rank(
             # Else torch warns when the group is destroyed.
             world = dist.distributed_c10d._get_default_group()
             world._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-            # Tensors without memory take no initial values; kernels of DeepEP and of a compiler,
-            # and GEMMs that overlap with collectives, cannot run on them.
+            # Tensors without memory take no initial values; DeepEP, and GEMMs that overlap with
+            # collectives, cannot run on them.
             model = replace(
                 config.model,
                 perform_initialization=False,
                 moe_enable_deepep=False,
-                compile="none",
                 tp_comm_overlap=False,
             )
             return _cost(_build(replace(config, model=model), padded_vocab_size), shapes)

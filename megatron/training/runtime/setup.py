@@ -40,7 +40,6 @@ from megatron.core.params.param_init import initialize_parameters
 from megatron.core.peft.lora import attach_adapters, check_targets, names_in
 from megatron.core.tensor_parallel.overlap import overlap_layers
 from megatron.core.tensor_parallel.quantized_linear import quantizers_of
-from megatron.core.transformer.compiled import compile_layers
 from megatron.core.transformer.module import Float16Module
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.automatic_settings import (
@@ -132,7 +131,6 @@ def build_model_chunks(
         _overlap(run, chunks)
     if wrap:
         for model in chunks:
-            compile_layers(model, run.config.model.compile)
             if run.config.model.uses_graphs:
                 assert isinstance(model, DataParallelBase), "_wrapped() made it"
                 model.keep_values()

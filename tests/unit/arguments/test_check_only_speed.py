@@ -54,8 +54,6 @@ SPEED = [
     "--enable-cuda-graph --te-rng-tracker",
     "--enable-cuda-graph --cuda-graph-scope full_iteration --no-check-for-nan-in-loss-and-grad",
     "--external-cuda-graph --te-rng-tracker --cuda-graph-warmup-steps 1",
-    "--compile layer --hidden-dropout 0 --attention-dropout 0",
-    "--compile model --hidden-dropout 0 --attention-dropout 0",
     "--recompute-activations",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",

@@ -16,10 +16,10 @@ from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
 from megatron.core.transformer import attention_blocks, context_parallel, dot_product_attention
 from megatron.core.transformer.attention_backends import (
     AttentionRequest,
+    OnlyKernels,
     attention_report,
     choose,
     fallback_warning,
-    only_kernels,
     refusal,
 )
 from megatron.core.transformer.attention_masks import (
@@ -348,12 +348,12 @@ def test_torch_may_use_the_chosen_kernels_only_until_a_call_ends() -> None:
         )
 
     before = enabled()
-    with only_kernels(("flash", "efficient")):
+    with OnlyKernels(("flash", "efficient")):
         assert enabled() == (True, False, True, False)
-        with only_kernels(("fused",)):
+        with OnlyKernels(("fused",)):
             assert enabled() == (False, True, False, False)
         assert enabled() == (True, False, True, False)
-    with pytest.raises(ValueError, match="kernel"), only_kernels(("fused",)):
+    with pytest.raises(ValueError, match="kernel"), OnlyKernels(("fused",)):
         raise ValueError("a kernel refuses")
     assert enabled() == before
 

@@ -113,55 +113,8 @@ _GRAPHS = rules(
     ),
 )
 
-# The compiler traces plain arithmetic.  It does not support layers that draw random numbers, save
-# tensors themselves, quantize or wait for communication.
-_COMPILATION = where(
-    lambda c: c.compile != "none",
-    {
-        "{--compile} does not support dropout: give --hidden-dropout 0 "
-        "--attention-dropout 0": lambda c: c.hidden_dropout > 0 or c.attention_dropout > 0,
-        "{--compile} does not support {--recompute-granularity}: use --compile layer with "
-        "--recompute-granularity full": lambda c: c.recompute_granularity not in (None, "full"),
-        "{--compile} does not support {--model-kind}: use pretrain_gpt.py, or train this model "
-        "with --compile none": lambda c: not c.kind.supports_compile,
-        "{--compile} does not support {--num-experts}: use --compile none": "--num-experts",
-        "{--compile} does not support {--virtual-ranks}: use torchrun, with one process per "
-        "rank": "--virtual-ranks",
-        "{--compile} does not support --{format_flag}: keep --compile for bf16 and fp32 GEMMs, or "
-        "use --compile none for quantized ones": lambda c: c.is_quantized,
-        "{--compile} does not support fully sharded parameters: use --use-distributed-optimizer "
-        "instead of FSDP": lambda c: c.is_fully_sharded,
-        "{--compile} does not support {--context-parallel-size}: for long sequences use --compile "
-        "layer with --tensor-model-parallel-size and "
-        "--sequence-parallel": lambda c: c.context_parallel_size > 1,
-        "{--compile} does not support --multi-latent-attention: use --compile none for it, or keep "
-        "--compile with --group-query-attention": "--multi-latent-attention",
-        "{--compile} does not support --cpu-offloading: to save memory use --compile layer with "
-        "--recompute-granularity full": "--cpu-offloading",
-        "{--compile} does not support CUDA graphs: keep --compile to fuse operations, or "
-        "--enable-cuda-graph with --compile none to reduce "
-        "launch overhead": lambda c: c.uses_graphs,
-        "{--compile} does not support {--pipeline-schedule}: use the default schedule, which is "
-        "1F1B, or interleaved with --num-virtual-stages-per-pipeline-rank": "--pipeline-schedule",
-        "{--compile} does not support --defer-embedding-wgrad-compute: use --compile none to defer "
-        "weight gradients": "--defer-embedding-wgrad-compute",
-        # operations between layers would be traced together with the layers
-        "--compile model compiles all layers as one region and does not support "
-        "--recompute-granularity full, --overlap-param-gather or tensor parallelism: use "
-        "--compile layer": lambda c: (
-            c.compile == "model"
-            and (
-                c.recompute_granularity == "full"
-                or c.overlap_param_gather
-                or c.tensor_model_parallel_size > 1
-            )
-        ),
-    },
-)
-
 RULES = rules(
     _RECOMPUTATION,
     _OFFLOADING,
     _GRAPHS,
-    _COMPILATION,
 )
