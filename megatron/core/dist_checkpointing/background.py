@@ -262,19 +262,14 @@ def copy_out(tensors: ShardedTensors, buffer: HostBuffer) -> list[ShardedTensor]
     places = iter(buffer.reserve(sizes))
     copies = []
     for tensor in tensors:
-        pieces = [
-            Piece(piece.offset, _copy(piece.data, tensor.dtype, next(places)))
-            for piece in tensor.pieces
-        ]
+        pieces = []
+        for piece in tensor.pieces:
+            place = next(places)[: prod(piece.shape) * tensor.dtype.itemsize]
+            copied = place.view(tensor.dtype).view(piece.shape)
+            pieces.append(Piece(piece.offset, copied.copy_(piece.data, non_blocking=True)))
         copies.append(replace(tensor, pieces=tuple(pieces)))
     device.finish_stream()
     return copies
-
-
-def _copy(data: Tensor, dtype: torch.dtype, place: Tensor) -> Tensor:
-    num_bytes = data.numel() * dtype.itemsize
-    copied = place[:num_bytes].view(dtype).view(data.shape)
-    return copied.copy_(data, non_blocking=True)
 
 
 def detach(begun: PendingSave) -> PendingSave:

@@ -177,7 +177,9 @@ def _replicate(
     for mine, theirs in zip_longest(_chunks(files), _chunks(their_files)):
         operations = []
         if mine is not None and folder is not None:
-            data = on_wire(_read(folder, *mine), group)
+            name, begin, count = mine
+            whole = torch.from_file(str(folder / name), size=begin + count, dtype=torch.uint8)
+            data = on_wire(whole[begin:], group)
             operations.append(dist.P2POp(dist.isend, data, group=group, group_peer=to))
         if theirs is not None:
             got = on_wire(torch.empty(theirs[2], dtype=torch.uint8), group)
@@ -216,12 +218,6 @@ def _chunks(files: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:
     for name, size in files:
         for begin in range(0, size, _CHUNK_BYTES):
             yield name, begin, min(_CHUNK_BYTES, size - begin)
-
-
-def _read(folder: Path, name: str, begin: int, count: int) -> Tensor:
-    with open(folder / name, "rb") as file:
-        file.seek(begin)
-        return torch.frombuffer(bytearray(file.read(count)), dtype=torch.uint8)
 
 
 def _is_of(manifest: Manifest | None, save_name: SaveName) -> bool:

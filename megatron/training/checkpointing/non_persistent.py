@@ -162,11 +162,19 @@ def memory_folder(config: CheckpointConfig) -> Path:
 def claim_memory(config: CheckpointConfig) -> None:
     """Create and lock this run's folder, and delete unused ones of ended runs.  Local.
 
-    Raises CheckpointError if the folder is not in memory or belongs to another user, OSError.
+    Raises CheckpointError if the folder belongs to another user, OSError.
     """
     folder = memory_folder(config)
-    if folder not in _held:
-        _held[folder] = _locked(folder)
+    if folder in _held:
+        return
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise CheckpointError(
+            f"{folder} belongs to another user or is not a folder: delete it, or give "
+            "--non-persistent-local-ckpt-dir another folder in memory"
+        )
+    _held[folder] = lock_folder(folder)
 
 
 def remove_memory(config: CheckpointConfig) -> None:
@@ -204,17 +212,6 @@ def check_host_memory(config: CheckpointConfig, part_bytes: int, group: ProcessG
             "or fewer copies with --replication-factor"
         )
     return line
-
-
-def _locked(folder: Path) -> io.FileIO:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise CheckpointError(
-            f"{folder} belongs to another user or is not a folder: delete it, or give "
-            "--non-persistent-local-ckpt-dir another folder in memory"
-        )
-    return lock_folder(folder)
 
 
 def _free_bytes(folder: Path) -> int:
