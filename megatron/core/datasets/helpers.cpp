@@ -1,6 +1,6 @@
 // Build index arrays of datasets: sample boundaries, blends, and a faster numpy shuffle.
 //
-// helpers_numpy.py has an equivalent of every function; tests require equal arrays.
+// helpers.py has an equivalent of every function; tests require equal arrays.
 // Compile with -ffp-contract=off: the compiler must not contract a product of doubles and the
 // subtraction after it to an fma, otherwise blends differ between processors.
 

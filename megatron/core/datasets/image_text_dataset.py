@@ -12,6 +12,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +39,6 @@ from megatron.core.datasets.megatron_dataset import (
 )
 from megatron.core.datasets.packing import RowPlan, pack_samples
 from megatron.core.datasets.tar_shards import TarSample, TarShards
-from megatron.core.datasets.utils import Split
 from megatron.core.tile_arrangement import TileArrangement
 
 _NO_LOSS = -100  # target of a token without loss, as tokenize_conversation returns it
@@ -72,8 +72,7 @@ class ImageTextDatasetConfig(ReplacedSamplesConfig):
             )
 
 
-@dataclass(frozen=True)
-class _LaidOut:
+class _LaidOut(NamedTuple):
     """A text with images: ids, targets, tiles and positions of each token [n].
 
     ``end``: number of tokens that fit into a row.
@@ -107,22 +106,15 @@ class ImageTextDataset(ReplacedSamples):
     config: ImageTextDatasetConfig
     dataset: TarShards
 
-    def __init__(
-        self,
-        shards: LowLevelDataset,
-        dataset_path: str | None,
-        indices: np.ndarray,
-        num_samples: int | None,
-        index_split: Split,
-        config: ImageTextDatasetConfig,
-    ) -> None:
-        super().__init__(shards, dataset_path, indices, num_samples, index_split, config)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.config
         self._image_id = int(config.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
         self._rows: RowPlan | None = None
         if config.packs_samples:
             positions = config.decoder_sequence_length or config.sequence_length
             limits = config.sequence_length, positions
-            self._rows = RowPlan(self._all_lengths()[indices], limits, self._order.seed)
+            self._rows = RowPlan(self._all_lengths()[self.indices], limits, self._order.seed)
 
     def __len__(self) -> int:
         if self._rows is not None and self.num_samples is None:

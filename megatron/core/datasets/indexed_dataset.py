@@ -6,7 +6,6 @@ preprocessing starts fast.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import tempfile
@@ -21,15 +20,13 @@ from numpy.typing import ArrayLike, DTypeLike
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.index_cache import warn_once
 from megatron.core.datasets.indexed_format import (
+    BLOCK_BYTES,
     CHUNK,
     HEADER,
     MAGIC,
-    BinReader,
-    BlockCrcs,
     ChecksummedFile,
     Checksums,
     SequenceIndex,
-    VerifyingReader,
     get_crc_path,
     read_blocks,
     unreadable,
@@ -39,9 +36,9 @@ from megatron.core.datasets.indexed_format import get_bin_path as get_bin_path
 from megatron.core.datasets.indexed_format import get_idx_path as get_idx_path
 from megatron.core.datasets.object_storage_utils import (
     ObjectStorageConfig,
+    RangeReader,
     cached_index_path,
     is_object_storage_path,
-    open_object,
 )
 
 
@@ -108,7 +105,7 @@ class IndexedDataset:
         self.object_storage_config = object_storage_config
         self.verify_data = verify_data
         idx_path, bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
-        self.bin_reader: BinReader
+        self.bin_reader: _FileReader | RangeReader
         self.checksums: Checksums | None = None
         cure = f"write them with python tools/verify_data.py --write {path_prefix}"
         if is_object_storage_path(path_prefix):
@@ -118,7 +115,7 @@ class IndexedDataset:
                     "a local directory for the .idx files"
                 )
             idx_path = cached_index_path(idx_path, object_storage_config)
-            self.bin_reader = open_object(bin_path, object_storage_config.bin_chunk_nbytes)
+            self.bin_reader = RangeReader(bin_path, object_storage_config.bin_chunk_nbytes)
             cure = "those of data in object storage are not read"
         else:
             self.bin_reader = _FileReader(bin_path, keeps_open=mmap)
@@ -127,8 +124,7 @@ class IndexedDataset:
         self.index.check_arrays(bin_path, self.bin_reader.num_bytes)
         if self.checksums is not None:
             self.checksums.check(path_prefix, self.bin_reader.num_bytes, self.index.data())
-            if verify_data:
-                self.bin_reader = VerifyingReader(self.bin_reader, path_prefix, self.checksums)
+            self._is_verified = np.zeros(len(self.checksums.blocks), bool)
         elif verify_data:
             warn_once(f"--verify-data: {path_prefix} has no checksums: {cure}", logging.INFO)
 
@@ -152,9 +148,24 @@ class IndexedDataset:
         pointer, num_tokens, mode = self.index[idx]
         if length is None:
             length = int(num_tokens) - offset
-        dtype = self.index.dtype
-        sequence = self.bin_reader.read(dtype, length, int(pointer) + offset * dtype.itemsize)
+        sequence = self._read(length, int(pointer) + offset * self.index.dtype_size)
         return sequence if mode is None else (sequence, mode)
+
+    def _read(self, count: int, offset: int) -> np.ndarray:
+        """Read tokens at byte ``offset``; with ``verify_data`` verify blocks not read before."""
+        if self.checksums is not None and self.verify_data:
+            end = offset + count * self.index.dtype_size
+            for block in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+                if not self._is_verified[block]:
+                    self._verify(self.checksums, block)
+        return self.bin_reader.read(self.index.dtype, count, offset)
+
+    def _verify(self, checksums: Checksums, block: int) -> None:
+        start = block * BLOCK_BYTES
+        size = min(BLOCK_BYTES, self.bin_reader.num_bytes - start)
+        data = self.bin_reader.read(np.dtype(np.uint8), size, start)
+        checksums.check_blocks(self.path_prefix, block, data.data)
+        self._is_verified[block] = True
 
     def _get_slice(self, start: int, stop: int, step: int) -> Any:
         """Return sequences [start, stop) with one read; they must be contiguous in .bin."""
@@ -164,9 +175,7 @@ class IndexedDataset:
             return ([], np.empty(0, np.int8)) if self.multimodal else []
         lengths = self.sequence_lengths[start:stop]
         total = int(lengths.sum(dtype=np.int64))
-        flat = self.bin_reader.read(
-            self.index.dtype, total, int(self.index.sequence_pointers[start])
-        )
+        flat = self._read(total, int(self.index.sequence_pointers[start]))
         sequences = np.split(flat, np.cumsum(lengths[:-1], dtype=np.int64))
         modes = self.index.sequence_modes
         return sequences if modes is None else (sequences, modes[start:stop])
@@ -231,7 +240,7 @@ class IndexedDatasetBuilder:
         self.multimodal = multimodal
         self._bin_path = bin_path
         self._temporary_path = bin_path + ".tmp"
-        self._bin_crcs, self._bin = _open_checksummed(self._temporary_path)
+        self._bin = ChecksummedFile(self._temporary_path)
         directory = os.path.dirname(os.path.abspath(bin_path))
         self._lengths = _ArraySpool("<i4", directory)
         self._documents = _ArraySpool("<i8", directory)
@@ -314,17 +323,17 @@ class IndexedDatasetBuilder:
         assert documents_end == len(self._lengths), (
             f"{len(self._lengths) - documents_end} sequences follow the last end_document()"
         )
-        _sync_and_close(self._bin)
-        idx_crcs, idx_file = _open_checksummed(idx_path + ".tmp")
+        self._bin.sync_and_close()
+        idx_file = ChecksummedFile(idx_path + ".tmp")
         self._write_index(idx_file)
-        _sync_and_close(idx_file)
+        idx_file.sync_and_close()
         prefix = idx_path.removesuffix(".idx")
         for path in (idx_path, get_crc_path(prefix)):
             if os.path.exists(path):
                 os.remove(path)
         os.replace(self._temporary_path, self._bin_path)
         if (get_bin_path(prefix), get_idx_path(prefix)) == (self._bin_path, idx_path):
-            Checksums.of(self._bin_crcs, idx_crcs).write(prefix)
+            Checksums.of(self._bin.crcs, idx_file.crcs).write(prefix)
         os.replace(idx_path + ".tmp", idx_path)
         descriptor = os.open(os.path.dirname(os.path.abspath(idx_path)), os.O_RDONLY)
         os.fsync(descriptor)
@@ -387,17 +396,5 @@ class _ArraySpool:
             yield np.frombuffer(piece, self.dtype)
 
 
-def _open_checksummed(path: str) -> tuple[BlockCrcs, io.BufferedWriter]:
-    """Open a new file; return the checksums that it updates, and the file."""
-    raw = ChecksummedFile(path)
-    return raw.crcs, io.BufferedWriter(raw, 1 << 20)
-
-
 def _chunks(array: np.ndarray) -> Iterable[np.ndarray]:
     return (array[start : start + CHUNK] for start in range(0, len(array), CHUNK))
-
-
-def _sync_and_close(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -158,17 +158,20 @@ class SequenceIndex:
                 f"its document index must run from 0 to {len(self)}, "
                 f"found {documents[:1].tolist()} to {documents[-1:].tolist()}"
             )
-        self._check_sorted("document index", documents)
-        self._check_sorted("sequence pointers", self.sequence_pointers)
+        for start in range(0, len(documents), CHUNK):
+            self.check_not_cut()
+            part = documents[start : start + CHUNK + 1]
+            if (part[1:] < part[:-1]).any():
+                raise self._damaged("its document index must never fall")
         for start in range(0, len(self), CHUNK):
             self.check_not_cut()
             lengths = self.sequence_lengths[start : start + CHUNK].astype(np.int64)
             pointers = self.sequence_pointers[start : start + CHUNK]
-            if lengths.min() < 0 or pointers[0] < 0:
+            if lengths.min() < 0 or pointers.min() < 0:
                 raise self._damaged("it holds a negative length or pointer")
-            ends = pointers + lengths * self.dtype_size  # beyond 64 bits: found at the last end
+            ends = pointers + lengths * self.dtype_size  # beyond 64 bits: below its pointer
             following = self.sequence_pointers[start + 1 : start + 1 + CHUNK]
-            overlaps = ends[: len(following)] > following
+            overlaps = np.maximum(ends, pointers)[: len(following)] > following
             if overlaps.any():
                 at = start + int(np.argmax(overlaps))
                 raise self._damaged(f"its sequences {at} and {at + 1} overlap in .bin")
@@ -181,13 +184,6 @@ class SequenceIndex:
                     f"{end}: the two do not belong together or .bin is cut short; "
                     "copy it again or preprocess again"
                 )
-
-    def _check_sorted(self, name: str, array: np.ndarray) -> None:
-        for start in range(0, len(array), CHUNK):
-            self.check_not_cut()
-            part = array[start : start + CHUNK + 1]
-            if (part[1:] < part[:-1]).any():
-                raise self._damaged(f"its {name} must never fall")
 
     def _damaged(self, what: str) -> DataError:
         return DataError(f"{self.idx_path} is damaged: {what}; copy it again or preprocess again")
@@ -219,14 +215,6 @@ _MAGIC = b"MMIDCRC1"
 _START = struct.Struct("<8sI")
 _HEADER = struct.Struct("<IQQI")
 _READ_BYTES = 16 * BLOCK_BYTES
-
-
-class BinReader(Protocol):
-    """Reader of ``count`` values at byte ``offset`` of a .bin file of ``num_bytes``."""
-
-    num_bytes: int
-
-    def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray: ...
 
 
 def get_crc_path(path_prefix: str) -> str:
@@ -263,14 +251,27 @@ class BlockCrcs:
         return zlib.crc32(self.blocks().tobytes())
 
 
-class ChecksummedFile(io.FileIO):
+class ChecksummedFile(io.BufferedWriter):
     """A new file that computes the checksums of the bytes written to it.
 
-    Wrap it in an ``io.BufferedWriter``: a CRC of each small write would cost more than the write.
+    A CRC of each small write would cost more than the write: they are joined.
     """
 
     def __init__(self, path: str) -> None:
-        super().__init__(path, "w")
+        raw = _ChecksummedRaw(path, "w")
+        super().__init__(raw, 1 << 20)
+        self.crcs = raw.crcs
+
+    def sync_and_close(self) -> None:
+        """Wait until all bytes are on the disk."""
+        self.flush()
+        os.fsync(self.fileno())
+        self.close()
+
+
+class _ChecksummedRaw(io.FileIO):
+    def __init__(self, path: str, mode: str) -> None:
+        super().__init__(path, mode)
         self.crcs = BlockCrcs()
 
     def write(self, data: Any) -> int:
@@ -347,10 +348,8 @@ class Checksums:
 
         ``data`` starts at block ``first_block``.
         """
-        found = BlockCrcs(data).blocks()
-        known = self.blocks[first_block : first_block + len(found)]
-        found = found[: len(known)]  # `check` finds files that are too long
-        return (first_block + np.flatnonzero(known != found)).tolist()
+        pairs = zip(self.blocks[first_block:], BlockCrcs(data).blocks(), strict=False)
+        return [first_block + i for i, (known, found) in enumerate(pairs) if known != found]
 
     def check_blocks(self, path_prefix: str, first_block: int, data: Bytes) -> None:
         """Raise DataError if the CRC of a block in ``data`` does not match."""
@@ -367,31 +366,6 @@ def _mismatch(path_prefix: str, what: str) -> DataError:
         "preprocess again) or another program has written it since (write the checksums again: "
         f"python tools/verify_data.py --write {path_prefix})"
     )
-
-
-class VerifyingReader:
-    """Reader that verifies each block of .bin before its first read in this process."""
-
-    def __init__(self, reader: BinReader, path_prefix: str, checksums: Checksums) -> None:
-        self.num_bytes = reader.num_bytes
-        self._reader = reader
-        self._path_prefix = path_prefix
-        self._checksums = checksums
-        self._is_verified = np.zeros(len(checksums.blocks), bool)
-
-    def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
-        first, end = offset // BLOCK_BYTES, offset + count * dtype.itemsize
-        for block in range(first, -(-end // BLOCK_BYTES)):
-            if not self._is_verified[block]:
-                self._verify(block)
-        return self._reader.read(dtype, count, offset)
-
-    def _verify(self, block: int) -> None:
-        start = block * BLOCK_BYTES
-        size = min(BLOCK_BYTES, self.num_bytes - start)
-        data = self._reader.read(np.dtype(np.uint8), size, start)
-        self._checksums.check_blocks(self._path_prefix, block, data.data)
-        self._is_verified[block] = True
 
 
 def read_blocks(path: str) -> Iterator[tuple[int, bytes]]:

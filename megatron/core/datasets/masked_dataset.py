@@ -20,7 +20,6 @@ import numpy as np
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.helpers_numpy import LONGEST_SENTENCE
 from megatron.core.datasets.index_cache import cached_arrays
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import (
@@ -335,14 +334,14 @@ class MaskedWordPieceDataset(MegatronDataset):
         self, documents: np.ndarray, min_sentences: int, num_rows: int
     ) -> None:
         """Log how many documents give no sample; raise DataError if no document gives one."""
-        is_long = self.dataset.sequence_lengths > LONGEST_SENTENCE
+        is_long = self.dataset.sequence_lengths > helpers.LONGEST_SENTENCE
         num_long = np.append(0, np.cumsum(is_long))[documents]
         is_unused = (np.diff(documents) < min_sentences) | (np.diff(num_long) > 0)
         message = (
             f"the {self.index_split.name} split of {self.dataset_path}: {is_unused.sum()} of "
             f"{len(is_unused)} documents have fewer than {min_sentences} sentences, or one of more "
-            f"than {LONGEST_SENTENCE} tokens, and give no samples; preprocess the data with "
-            "--split-sentences"
+            f"than {helpers.LONGEST_SENTENCE} tokens, and give no samples; preprocess the data "
+            "with --split-sentences"
         )
         if num_rows == 0:
             raise DataError(message)

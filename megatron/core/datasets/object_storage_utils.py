@@ -6,7 +6,6 @@ The .idx file is copied once per node to a local directory; .bin is read in byte
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -51,7 +50,7 @@ def cached_index_path(idx_path: str, config: ObjectStorageConfig) -> str:
     with a size different from the remote file is downloaded again.
     """
     local_path = get_index_cache_path(idx_path, config)
-    remote = open_object(idx_path, 0)
+    remote = RangeReader(idx_path)
 
     def load() -> str | None:
         is_complete = os.path.exists(local_path) and os.path.getsize(local_path) == remote.num_bytes
@@ -66,16 +65,20 @@ def cached_index_path(idx_path: str, config: ObjectStorageConfig) -> str:
     return build_once(local_path, load, build, "--object-storage-cache-path")
 
 
-class RangeReader(ABC):
+class RangeReader:
     """Reader of values in a remote file.  Connections are per process: forks must not share one.
 
-    It caches the last chunk fetched, as the next read is often near.  ``chunk_bytes`` 0 fetches
-    exactly the bytes requested.
+    For S3 it caches the last chunk fetched, as the next read is often near; the Multi-Storage
+    Client has its own cache.  ``chunk_bytes`` 0 fetches exactly the bytes requested.
     """
 
-    def __init__(self, url: str, chunk_bytes: int) -> None:
+    def __init__(self, url: str, chunk_bytes: int = 0) -> None:
         self.url = url
-        self._chunk_bytes = chunk_bytes
+        self._bucket, _, self._key = url.removeprefix(_S3).partition("/")
+        self._is_s3 = url.startswith(_S3)
+        if self._is_s3 and not (self._bucket and self._key):
+            raise DataError(f"{url} names no object: write s3://bucket/path/prefix")
+        self._chunk_bytes = chunk_bytes if self._is_s3 else 0
         self._chunk = b""
         self._chunk_start = 0
         self._client_pid = -1
@@ -85,7 +88,10 @@ class RangeReader(ABC):
     def client(self) -> Client:
         """Return the connection of this process."""
         if self._client_pid != os.getpid():
-            self._client = self._connect()
+            if self._is_s3:
+                self._client = require("boto3", self.url).client("s3")
+            else:
+                self._client = require("multistorageclient", self.url)
             self._client_pid = os.getpid()
         return self._client
 
@@ -103,6 +109,11 @@ class RangeReader(ABC):
             self._chunk = self._complete(self._chunk_start, end - self._chunk_start)
         return np.frombuffer(self._chunk[start : start + num_bytes], dtype)
 
+    def download(self, local_path: str) -> None:
+        """Copy the complete file."""
+        source = (self._bucket, self._key) if self._is_s3 else (self.url,)
+        self.client().download_file(*source, local_path)
+
     def _complete(self, offset: int, num_bytes: int) -> bytes:
         data = self._fetch(offset, num_bytes) if num_bytes else b""
         if len(data) != num_bytes:
@@ -112,59 +123,19 @@ class RangeReader(ABC):
             )
         return data
 
-    @abstractmethod
-    def _connect(self) -> Client: ...
-
-    @abstractmethod
-    def _size(self) -> int: ...
-
-    @abstractmethod
-    def _fetch(self, offset: int, num_bytes: int) -> bytes: ...
-
-    @abstractmethod
-    def download(self, local_path: str) -> None:
-        """Copy the complete file."""
-
-
-def open_object(url: str, chunk_bytes: int) -> RangeReader:
-    """Open a remote file, in chunks for S3; the Multi-Storage Client has its own cache."""
-    return _S3Reader(url, chunk_bytes) if url.startswith(_S3) else _MSCReader(url, 0)
-
-
-class _S3Reader(RangeReader):
-    def __init__(self, url: str, chunk_bytes: int) -> None:
-        self.bucket, _, self.key = url[len(_S3) :].partition("/")
-        if not self.bucket or not self.key:
-            raise DataError(f"{url} names no object: write s3://bucket/path/prefix")
-        super().__init__(url, chunk_bytes)
-
-    def _connect(self) -> Client:
-        return require("boto3", self.url).client("s3")
-
     def _size(self) -> int:
-        return int(self.client().head_object(Bucket=self.bucket, Key=self.key)["ContentLength"])
-
-    def _fetch(self, offset: int, num_bytes: int) -> bytes:
-        wanted = f"bytes={offset}-{offset + num_bytes - 1}"
-        answer = self.client().get_object(Bucket=self.bucket, Key=self.key, Range=wanted)
-        return bytes(answer["Body"].read())
-
-    def download(self, local_path: str) -> None:
-        self.client().download_file(self.bucket, self.key, local_path)
-
-
-class _MSCReader(RangeReader):
-    def _connect(self) -> Client:
-        return require("multistorageclient", self.url)
-
-    def _size(self) -> int:
-        storage, path = self.client().resolve_storage_client(self.url)
+        client = self.client()
+        if self._is_s3:
+            return int(client.head_object(Bucket=self._bucket, Key=self._key)["ContentLength"])
+        storage, path = client.resolve_storage_client(self.url)
         return int(storage.info(path).content_length)
 
     def _fetch(self, offset: int, num_bytes: int) -> bytes:
-        storage, path = self.client().resolve_storage_client(self.url)
-        byte_range = self.client().types.Range(offset=offset, size=num_bytes)
+        client = self.client()
+        if self._is_s3:
+            wanted = f"bytes={offset}-{offset + num_bytes - 1}"
+            answer = client.get_object(Bucket=self._bucket, Key=self._key, Range=wanted)
+            return bytes(answer["Body"].read())
+        storage, path = client.resolve_storage_client(self.url)
+        byte_range = client.types.Range(offset=offset, size=num_bytes)
         return bytes(storage.read(path, byte_range=byte_range))
-
-    def download(self, local_path: str) -> None:
-        self.client().download_file(self.url, local_path)

@@ -30,6 +30,12 @@ from megatron.training.runtime.context import RunContext
 from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.fingerprint import check_data
 
+# Settings that flags and data sets name alike.
+_OF_DATA = (
+    "split num_dataset_builder_threads mmap_bin_files object_storage_cache_path "
+    "mid_level_dataset_surplus verify_data"
+).split()
+
 
 def build_datasets(run: RunContext, num_samples: Sequence[int | None]) -> tuple[Any, Any, Any]:
     """Build the train, validation and test set with at least ``num_samples`` samples each.
@@ -118,20 +124,15 @@ def _common(run: RunContext) -> dict[str, Any]:
     data, validation = run.config.data, run.config.validation
     blend, blend_per_split = get_blend_and_blend_per_split(data)
     return {
+        **{name: getattr(data, name) for name in _OF_DATA},
         "random_seed": run.config.training.seed,
         "sequence_length": data.seq_length,
         "blend": blend,
         "blend_per_split": blend_per_split,
-        "split": data.split,
         "multiple_validation_sets": validation.multiple_validation_sets,
         "full_validation": validation.full_validation,
-        "num_dataset_builder_threads": data.num_dataset_builder_threads,
         "path_to_cache": data.data_cache_path,
-        "mmap_bin_files": data.mmap_bin_files,
-        "object_storage_cache_path": data.object_storage_cache_path,
-        "mid_level_dataset_surplus": data.mid_level_dataset_surplus,
         "tokenizer": run.tokenizer,
-        "verify_data": data.verify_data,
     }
 
 

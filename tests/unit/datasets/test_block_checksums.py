@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron.core.config.errors import DataError
-from megatron.core.datasets import indexed_format
+from megatron.core.datasets import indexed_dataset, indexed_format
 from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
@@ -29,7 +29,8 @@ FLIPS = 100
 @pytest.fixture
 def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """100 documents of 37 tokens in 8 blocks of 1000 bytes."""
-    monkeypatch.setattr(indexed_format, "BLOCK_BYTES", 1000)
+    for module in (indexed_dataset, indexed_format):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(indexed_format, "_READ_BYTES", 3000)
     monkeypatch.setattr(verify_data, "BLOCK_BYTES", 1000)
     return write(tmp_path / "data", numbered([37] * 100))
@@ -81,13 +82,13 @@ def test_only_the_blocks_that_are_read_are_verified_and_each_once(
 ) -> None:
     flip(get_bin_path(prefix), 8 * 5500)
     verified = []
-    real = indexed_format.VerifyingReader._verify
+    real = IndexedDataset._verify
 
-    def note(self: indexed_format.VerifyingReader, block: int) -> None:
+    def note(self: IndexedDataset, checksums: Checksums, block: int) -> None:
         verified.append(block)
-        real(self, block)
+        real(self, checksums, block)
 
-    monkeypatch.setattr(indexed_format.VerifyingReader, "_verify", note)
+    monkeypatch.setattr(IndexedDataset, "_verify", note)
     data = pickle.loads(pickle.dumps(IndexedDataset(prefix, verify_data=True)))
     assert data.verify_data
     assert data[13].tolist() == list(range(1 + 13 * 37, 1 + 14 * 37))  # bytes 962 to 1036

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron.core import optional
-from megatron.core.datasets import helpers, helpers_numpy
+from megatron.core.datasets import helpers
 
 CPP = "megatron.core.datasets.helpers_cpp"
 
@@ -19,6 +21,13 @@ def cpp() -> ModuleType:
     if not optional.available(CPP):
         pytest.skip("the compiled helper is not installed: python setup.py build_ext --inplace")
     return optional.require(CPP, "tests")
+
+
+def in_numpy(function: Callable[..., Any], *arguments: object) -> Any:
+    """Return the result of ``function`` without the compiled helper."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(helpers, "_compiled", lambda: None)
+        return function(*arguments)
 
 
 def by_walking(
@@ -52,10 +61,10 @@ def random_request(random: np.random.Generator) -> tuple:
 def test_boundaries_are_those_of_a_walk_over_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
     for _ in range(300):
-        monkeypatch.setattr(helpers_numpy, "_DOCUMENTS_AT_ONCE", int(random.integers(1, 20)))
+        monkeypatch.setattr(helpers, "_DOCUMENTS_AT_ONCE", int(random.integers(1, 20)))
         request = random_request(random)
         sizes, order, length, _, _, drop_last, extra = request
-        built = helpers_numpy.build_sample_idx(*request)
+        built = in_numpy(helpers.build_sample_idx, *request)
         expected = by_walking(sizes, order, length, drop_last, extra)
         assert built.tolist() == [list(row) for row in expected], request
 
@@ -64,7 +73,7 @@ def test_compiled_boundaries_equal_those_of_numpy(cpp: ModuleType) -> None:
     random = np.random.default_rng(1)
     for _ in range(2000):
         request = random_request(random)
-        expected = helpers_numpy.build_sample_idx(*request)
+        expected = in_numpy(helpers.build_sample_idx, *request)
         for name in ("int32", "int64"):
             built = getattr(cpp, f"build_sample_idx_{name}")(*request[:-1], int(request[-1]))
             assert built.dtype == name
@@ -83,7 +92,7 @@ def test_offsets_beyond_two_gigatokens_take_int64(
     assert helpers.build_sample_idx(*arguments).dtype == np.int32
     many = np.zeros(1, np.int32)
     assert helpers.build_sample_idx(many, many, 4, 1, 0).tolist() == [[0, 0]]
-    rows = helpers_numpy.build_sample_idx(*arguments, dtype=np.int64)
+    rows = helpers.build_sample_idx(*arguments)
     assert rows.tolist() == [[0, 0], [1, 2**30 - 5], [1, 2**31 - 5]]
 
 
@@ -121,7 +130,7 @@ class TestBlends:
         return chosen, place
 
     def test_the_one_furthest_behind_is_next_and_ties_go_to_the_first(self) -> None:
-        chosen, place = self.blend(np.array([0.5, 0.25, 0.25]), 8, helpers_numpy)
+        chosen, place = in_numpy(self.blend, np.array([0.5, 0.25, 0.25]), 8, helpers)
         assert chosen.tolist() == [0, 1, 2, 0, 0, 1, 2, 0]
         assert place.tolist() == [0, 0, 0, 1, 2, 1, 1, 3]
 
@@ -133,13 +142,13 @@ class TestBlends:
             size = int(random.integers(0, 400))
             for ours, theirs in zip(
                 self.blend(weights, size, cpp),
-                self.blend(weights, size, helpers_numpy),
+                in_numpy(self.blend, weights, size, helpers),
                 strict=True,
             ):
                 assert np.array_equal(ours, theirs)
             sizes = random.integers(0, 40, len(weights)) + (np.arange(len(weights)) == 0)
             for ours, theirs in zip(
-                self.exhaust(sizes, cpp), self.exhaust(sizes, helpers_numpy), strict=True
+                self.exhaust(sizes, cpp), in_numpy(self.exhaust, sizes, helpers), strict=True
             ):
                 assert np.array_equal(ours, theirs)
 

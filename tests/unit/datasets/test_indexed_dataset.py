@@ -207,7 +207,7 @@ class TestDamage:
             (18, struct.pack("<Q", 99), "its header asks for"),
             (34, struct.pack("<i", -1), "negative length or pointer"),
             (34, struct.pack("<i", 99), "sequences 0 and 1 overlap"),
-            (42, struct.pack("<q", 99), "pointers must never fall"),
+            (42, struct.pack("<q", 99), "overlap in .bin"),
             (58, struct.pack("<q", 1), "must run from 0 to 2, found"),
             (66, struct.pack("<q", 9), "document index must never fall"),
             (74, struct.pack("<q", 7), r"must run from 0 to 2, found \[0\] to \[7\]"),
