@@ -49,7 +49,7 @@ from megatron.post_training.sft.objective import (
     token_specs,
 )
 from megatron.training.config import run
-from megatron.training.config.preference import HINGE, IPO, SIGMOID
+from megatron.training.config.preference import HINGE, IPO, PreferenceConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.data.loaders import joined_tensors, reads_data
 from megatron.training.models.gpt import gpt_layer_spec
@@ -115,46 +115,27 @@ class Pairs(NamedTuple):
 
 
 def preference_loss(
-    config: RunConfig, groups: ProcessGroupCollection, batch: Batch, token_losses: Tensor
+    config: RunConfig, groups: ProcessGroupCollection, batch: Batch, output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the sum of the losses of all pairs, their number, and the logged sums.
 
-    ``token_losses``: negative log-probabilities [1, n].  `pairs_of` names the tensors of ``batch``.
-    Collective over the context-parallel group.
+    ``output`` [1, n]: negative log-probabilities, or the scores of a reward model, of which the
+    loss mask selects that of the last token of each answer.  `pairs_of` names the tensors of
+    ``batch``.  Collective over the context-parallel group.
     """
-    pairs = pairs_of(batch, -token_losses, groups.cp)
-    preference = config.preference
-    assert preference.dpo_beta is not None, "it selects this loss"
-    losses = dpo_losses(
-        pairs, preference.dpo_beta, preference.dpo_loss_type, preference.dpo_label_smoothing
-    )
-    rewards = preference.dpo_beta * (pairs.scores - pairs.reference)
-    return _sum_pairs("dpo loss", pairs, losses, rewards)
-
-
-def reward_loss(
-    config: RunConfig, groups: ProcessGroupCollection, batch: Batch, scores: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the sum of the losses of all pairs, their number, and the logged sums.
-
-    ``scores`` [1, n]; the loss mask of ``batch`` selects the score of the last token of each
-    answer.  Collective over the context-parallel group.
-    """
-    del config
-    pairs = pairs_of(batch, scores, groups.cp)
-    losses = -F.logsigmoid(pairs.scores[:, 0] - pairs.scores[:, 1])
-    return _sum_pairs("reward loss", pairs, losses, pairs.scores)
-
-
-def _sum_pairs(
-    name: str, pairs: Pairs, losses: Tensor, rewards: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the sums over the pairs that exist, as a loss function returns them.
-
-    ``losses`` [pairs], logged as ``name``; ``rewards`` [pairs, 2].
-    """
-    exist = pairs.exist
-    number = exist.sum()
+    is_reward_model = config.objective == run.REWARD
+    pairs = pairs_of(batch, output if is_reward_model else -output, groups.cp)
+    if is_reward_model:
+        name = "reward loss"
+        losses = -F.logsigmoid(pairs.scores[:, 0] - pairs.scores[:, 1])
+        rewards = pairs.scores
+    else:
+        beta = config.preference.dpo_beta
+        assert beta is not None, "it selects this loss"
+        name = "dpo loss"
+        losses = dpo_losses(pairs, beta, config.preference)
+        rewards = beta * (pairs.scores - pairs.reference)
+    number = pairs.exist.sum()
     chosen, rejected = rewards.detach().unbind(-1)
     margins = chosen - rejected
     logged = {
@@ -165,27 +146,26 @@ def _sum_pairs(
         "reward accuracy": (margins > 0).float(),
     }
     reported = {
-        key: torch.stack([values.masked_fill(~exist, 0).sum(), number.float()])
+        key: torch.stack([values.masked_fill(~pairs.exist, 0).sum(), number.float()])
         for key, values in logged.items()
     }
-    return losses.masked_fill(~exist, 0).sum(), number.to(torch.int), reported
+    return losses.masked_fill(~pairs.exist, 0).sum(), number.to(torch.int), reported
 
 
-def dpo_losses(pairs: Pairs, beta: float, loss_type: str, label_smoothing: float) -> Tensor:
+def dpo_losses(pairs: Pairs, beta: float, settings: PreferenceConfig) -> Tensor:
     """Return the loss of each pair: [pairs].
 
-    ``beta`` weighs the distance from the reference model.  ``label_smoothing`` is the probability
-    that the two answers of a pair are confused.
+    ``beta`` weighs the distance from the reference model.  Label smoothing is the probability that
+    the two answers of a pair are confused.
     """
     log_ratios = pairs.scores - pairs.reference
-    if loss_type == IPO:
+    if settings.dpo_loss_type == IPO:
         per_token = log_ratios / pairs.num_tokens.clamp(min=1)
         return (per_token[:, 0] - per_token[:, 1] - 1 / (2 * beta)).square()
     margins = beta * (log_ratios[:, 0] - log_ratios[:, 1])
-    if loss_type == HINGE:
+    if settings.dpo_loss_type == HINGE:
         return torch.relu(1 - margins)
-    assert loss_type == SIGMOID, f"{loss_type} is no choice of --dpo-loss-type"
-    smooth = label_smoothing
+    smooth = settings.dpo_label_smoothing
     return -(1 - smooth) * F.logsigmoid(margins) - smooth * F.logsigmoid(-margins)
 
 
@@ -317,7 +297,9 @@ def _log_probs(
 
     for first in range(0, num_passes, _PASSES_AT_ONCE):
         passes = range(first, min(first + _PASSES_AT_ONCE, num_passes))
-        rows = [_rows_of(i * dp.size() + dp.rank(), size, num_rows) for i in passes]
+        starts = [(i * dp.size() + dp.rank()) * size for i in passes]
+        # None after the last row
+        rows = [[i if i < num_rows else None for i in range(s, s + size)] for s in starts]
         loader = (
             None
             if pairs is None
@@ -331,11 +313,6 @@ def _log_probs(
     return values
 
 
-def _rows_of(number: int, size: int, num_rows: int) -> list[int | None]:
-    """Return the rows of micro-batch ``number``; None after the last row."""
-    return [i if i < num_rows else None for i in range(number * size, (number + 1) * size)]
-
-
 DPO = replace(
     GPT_SFT,
     datasets=(PreferenceDataset, MockPreferenceDataset),
@@ -344,4 +321,4 @@ DPO = replace(
     loss=preference_loss,
     prepare_data=references_of_data,
 )
-REWARD = replace(DPO, build=build_reward_model, loss=reward_loss, prepare_data=set_loss_share)
+REWARD = replace(DPO, build=build_reward_model, prepare_data=set_loss_share)

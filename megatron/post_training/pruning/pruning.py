@@ -148,49 +148,37 @@ def check_targets(config: RunConfig, targets: Targets) -> None:
         "--window-attn-skip-freq": model.window_attn_skip_freq,
         "--heterogeneous-layers-config-path": model.heterogeneous_layers_config_encoded_json,
     }
-    rules = [
-        (
-            model.multi_latent_attention,
-            "pruning is not implemented for --multi-latent-attention",
+    sized = targets["num_attention_heads"] or targets["num_query_groups"]
+    num_experts = targets["num_moe_experts"] or 0
+    problems = {
+        "pruning is not implemented for --multi-latent-attention": model.multi_latent_attention,
+        "--qk-layernorm-full-width: norms over all heads, which cannot be pruned": (
+            model.qk_layernorm_full_width and sized
         ),
-        (
-            model.qk_layernorm_full_width
-            and (targets["num_attention_heads"] or targets["num_query_groups"]),
-            "--qk-layernorm-full-width: norms over all heads, which cannot be pruned",
+        f"{heads} heads in {groups} groups: a group of the model has {of_group} heads, and all "
+        "groups keep equally many: change --target-num-attention-heads or "
+        "--target-num-query-groups": (groups < 1 or heads % groups or heads // groups > of_group),
+        f"--target-num-moe-experts {num_experts} is below --moe-router-topk "
+        f"{model.moe_router_topk}": 0 < num_experts < model.moe_router_topk,
+        f"--layers-to-drop {wrong or 'all'}: layers are 1 to {model.num_layers}": (
+            wrong or len({*dropped}) == model.num_layers
         ),
-        (
-            groups < 1 or heads % groups or heads // groups > of_group,
-            f"{heads} heads in {groups} groups: a group of the model has {of_group} heads, and all "
-            "groups keep equally many: change --target-num-attention-heads or "
-            "--target-num-query-groups",
+        "--target-num-layers and --layers-to-drop exclude each other": (
+            targets["num_layers"] and dropped
         ),
-        (
-            0 < (targets["num_moe_experts"] or 0) < model.moe_router_topk,
-            f"--target-num-moe-experts {targets['num_moe_experts']} is below --moe-router-topk "
-            f"{model.moe_router_topk}",
+        "no size is given: use --target-num-layers, --target-hidden-size or others": (
+            not any(targets.values())
         ),
-        (
-            wrong or len({*dropped}) == model.num_layers,
-            f"--layers-to-drop {wrong or 'all'}: layers are 1 to {model.num_layers}",
-        ),
-        (
-            targets["num_layers"] and dropped,
-            "--target-num-layers and --layers-to-drop exclude each other",
-        ),
-        (
-            not any(targets.values()),
-            "no size is given: use --target-num-layers, --target-hidden-size or others",
-        ),
-    ]
+    }
     for flag, value in patterns.items():
-        drops = value and (targets["num_layers"] or dropped)
-        rules.append((drops, f"{flag} depends on the index of a layer: layers cannot be dropped"))
+        text = f"{flag} depends on the index of a layer: layers cannot be dropped"
+        problems[text] = value and (targets["num_layers"] or dropped)
     for name in _SIZES:
         size = getattr(model, name) or 0
         wanted = targets[name]
         text = f"--target-{name.replace('_', '-')} {wanted}: the model has {size or 'none'}"
-        rules.append((wanted is not None and not 1 <= wanted <= size, text))
-    ConfigError.raise_for(message for is_wrong, message in rules if is_wrong)
+        problems[text] = wanted is not None and not 1 <= wanted <= size
+    ConfigError.raise_for(message for message, is_wrong in problems.items() if is_wrong)
 
 
 def _heads_of_group(config: RunConfig) -> int:
