@@ -7,7 +7,7 @@ tensor-parallel rank holds p/tp columns of logits.  All losses are computed in f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,9 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import at_least_float32, true_columns
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim
 from megatron.training.config.run import RunConfig
-from megatron.training.models.kind import Batch
+from megatron.training.models.kind import Batch, ModelImplementation
 
+_NAMES = ("logits distillation loss", "intermediate distillation loss")
 _LEAST_REST = 1e-7  # probability of all tokens that are not stored, beyond float32's rounding
 
 
@@ -259,7 +260,31 @@ def lm_losses(model: LanguageModule, logits: Tensor, labels: Tensor, *, learns: 
     return model.compute_language_model_loss(labels.transpose(0, 1), read).transpose(0, 1)
 
 
-def sum_masked(
+def distillation_loss(
+    combine: Callable[[RunConfig, ProcessGroupCollection, list[Tensor]], Tensor],
+    inner: ModelImplementation,
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    batch: Batch,
+    output: Tensor,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the loss of a micro-batch, from the losses of its tokens [n, b, s].
+
+    The loss function of ``inner`` sums each of them, so that it also decides which tokens count.
+    ``combine`` returns the loss of the sums, of which there are several except in an evaluation.
+    """
+    count = inner.loss or _sum_masked
+    lm, num_tokens, reported = count(config, groups, batch, output[0])
+    sums = [lm, *(count(config, groups, batch, row)[0] for row in output[1:])]
+    if len(sums) == 1:
+        return lm, num_tokens, reported
+    total = combine(config, groups, sums)
+    named = {"total loss": total, **dict(zip(_NAMES, sums[1:], strict=False))}
+    pairs = {name: torch.stack([x.detach(), num_tokens.to(x)]) for name, x in named.items()}
+    return total, num_tokens, reported | pairs
+
+
+def _sum_masked(
     _config: RunConfig, _groups: ProcessGroupCollection, batch: Batch, losses: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the loss of pretraining: the sum over tokens, their number, and the logged sums."""
@@ -267,11 +292,6 @@ def sum_masked(
     total = (losses.float() * mask).sum()
     num_tokens = mask.sum()
     return total, num_tokens.int(), {"lm loss": torch.stack([total.detach(), num_tokens])}
-
-
-def pair_with_count(sums: Mapping[str, Tensor], num_tokens: Tensor) -> dict[str, Tensor]:
-    """Return the logged pairs [sum, number of tokens] of each of ``sums``."""
-    return {name: torch.stack([x.detach(), num_tokens.to(x)]) for name, x in sums.items()}
 
 
 def require_wrapper(chunks: Sequence[nn.Module], wrapper: type[nn.Module], flag: str) -> None:

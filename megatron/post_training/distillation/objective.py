@@ -37,19 +37,17 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.post_training.distillation.losses import (
     HIDDEN_LOSSES,
     balance_losses,
+    distillation_loss,
     kl_divergence,
     lm_losses,
     map_chunks,
-    pair_with_count,
     require_wrapper,
-    sum_masked,
 )
 from megatron.post_training.reference import build_teacher, load_teacher, teacher_config
 from megatron.training.config.run import RunConfig
-from megatron.training.models.kind import Batch, ModelImplementation
+from megatron.training.models.kind import ModelImplementation
 from megatron.training.models.registry import layers_of_stages
 
-_NAMES = ("logits distillation loss", "intermediate distillation loss")
 LOGITS = "output_layer"
 _LAYER = re.compile(r"decoder\.(?:layers\.(\d{1,5})|final_layernorm)")
 
@@ -60,7 +58,7 @@ def add_teacher(inner: ModelImplementation) -> ModelImplementation:
     return replace(
         inner,
         build=partial(_build, inner),
-        loss=partial(_loss, inner),
+        loss=partial(distillation_loss, _balance, inner),
         load_frozen=partial(_load_frozen, inner),
     )
 
@@ -237,30 +235,15 @@ def _load_frozen(inner: ModelImplementation, run: Any) -> None:
         get_attr_wrapped_model(chunk, "frozen", return_model_obj=True).is_loaded = True
 
 
-def _loss(
-    inner: ModelImplementation,
-    config: RunConfig,
-    groups: ProcessGroupCollection,
-    batch: Batch,
-    output: Tensor,
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the loss of a micro-batch, from the losses of its tokens [n, b, s].
-
-    The objective's own loss function sums each of them, so that it also decides which tokens count.
-    Collective over cp.
-    """
-    count = inner.loss or sum_masked
-    lm, num_tokens, reported = count(config, groups, batch, output[0])
-    sums = torch.stack([lm, *(count(config, groups, batch, row)[0] for row in output[1:])])
+def _balance(config: RunConfig, groups: ProcessGroupCollection, sums: list[Tensor]) -> Tensor:
+    """Return the loss of a micro-batch.  Collective over cp."""
     kd = read_kd_config(config.distillation.export_kd_cfg)
-    total = balance_losses(
-        sums,
+    return balance_losses(
+        torch.stack(sums),
         skip_lm_loss=kd.skip_lm_loss,
         kd_loss_scale=kd.kd_loss_scale,
         cp_group=groups.cp,
     )
-    named = {"total loss": total, **dict(zip(_NAMES, sums[1:], strict=False))}
-    return total, num_tokens, reported | pair_with_count(named, num_tokens)
 
 
 class LayerPair(NamedTuple):

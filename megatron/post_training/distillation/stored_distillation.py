@@ -41,13 +41,12 @@ from megatron.post_training.distillation.logits_store import (
     write_rows,
 )
 from megatron.post_training.distillation.losses import (
+    distillation_loss,
     divergence_from_stored,
     find_most_probable,
     lm_losses,
     map_chunks,
-    pair_with_count,
     require_wrapper,
-    sum_masked,
 )
 from megatron.training.config.distillation import DistillationConfig
 from megatron.training.config.run import RunConfig
@@ -73,7 +72,7 @@ def add_stored_logits_loss(inner: ModelImplementation) -> ModelImplementation:
         build=partial(_build, _losses, inner),
         batch=partial(_batch, _specs_of_entries, inner),
         apply=partial(_apply, inner),
-        loss=partial(_loss, inner),
+        loss=partial(distillation_loss, _weigh, inner),
         load_frozen=partial(_check_store, inner),
         wrap_dataset=_with_entries,
     )
@@ -247,23 +246,11 @@ def _settings(folder: str) -> StoreSettings:
     return read_settings(folder, "--logits-load-dir")
 
 
-def _loss(
-    inner: ModelImplementation,
-    config: RunConfig,
-    groups: ProcessGroupCollection,
-    batch: Batch,
-    output: Tensor,
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _weigh(config: RunConfig, _groups: ProcessGroupCollection, sums: list[Tensor]) -> Tensor:
     """Return the loss of a micro-batch: alpha * distillation + (1 - alpha) * cross entropy."""
-    count = inner.loss or sum_masked
-    lm, num_tokens, reported = count(config, groups, batch, output[0])
-    if len(output) == 1:
-        return lm, num_tokens, reported
-    kl = count(config, groups, batch, output[1])[0]
+    lm, kl = sums
     alpha = config.distillation.logits_load_kd_loss_alpha
-    total = alpha * kl + (1 - alpha) * lm if alpha < 1 else kl
-    sums = {"total loss": total, "logits distillation loss": kl}
-    return total, num_tokens, reported | pair_with_count(sums, num_tokens)
+    return alpha * kl + (1 - alpha) * lm if alpha < 1 else kl
 
 
 def _rows_to_save(
