@@ -99,57 +99,36 @@ class ImageFolderDatasetConfig(ReplacedSamplesConfig):
                 raise ConfigError(f"{flag} {share}: give a number over 0, at most 1")
 
 
-class ImageFolder:
-    """Image files of ``root``/CLASS/, with the number of their class, in a fixed random order.
+def list_images(root: str, config: ImageFolderDatasetConfig) -> list[tuple[str, int]]:
+    """Return image files of ``root``/CLASS/ and the numbers of their classes, in a fixed order.
 
-    The order depends on the names only: a contiguous part of it has images of all classes.  Files
-    with another suffix than an image's are ignored.  Raises DataError for a folder without classes
-    or with more of them than ``num_classes``, and for a class without images.
+    The order is random and depends on the names only: a contiguous part of it has images of all
+    classes.  Files with another suffix than an image's are ignored.  Raises DataError for a folder
+    without classes or with more of them than ``num_classes``, and for a class without images.
     """
-
-    def __init__(self, root: str, config: ImageFolderDatasetConfig) -> None:
-        self.root = root
-        self.classes = self._classes(config)
-        files = [
-            (file, label)
-            for label, name in enumerate(self.classes)
-            for file in _first(self._images_of(name), config.data_per_class_fraction)
-        ]
-        order = np.random.Generator(np.random.Philox(_ORDER_SEED)).permutation(len(files))
-        self._files: list[tuple[str, int]] = [files[i] for i in order]
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, idx: int) -> tuple[str, int]:
-        """Return path and class of a file."""
-        return self._files[idx]
-
-    def _classes(self, config: ImageFolderDatasetConfig) -> list[str]:
-        try:
-            with os.scandir(self.root) as entries:
-                names = sorted(entry.name for entry in entries if entry.is_dir())
-        except OSError as error:
-            raise DataError(
-                f"{self.root}: {error.strerror}; give --data-path a folder that has a folder of "
-                "images for each class"
-            ) from error
-        if not names:
-            raise DataError(f"{self.root} has no folders: give it one for each class")
-        names = _first(names, config.classes_fraction)
-        if len(names) > config.num_classes:
-            raise DataError(
-                f"{self.root} has {len(names)} classes, --num-classes is {config.num_classes}: "
-                f"give --num-classes {len(names)}"
-            )
-        return names
-
-    def _images_of(self, name: str) -> list[str]:
-        folder = os.path.join(self.root, name)
+    try:
+        with os.scandir(root) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir())
+    except OSError as error:
+        raise DataError(
+            f"{root}: {error.strerror}; give --data-path a folder that has a folder of images for "
+            "each class"
+        ) from error
+    if not names:
+        raise DataError(f"{root} has no folders: give it one for each class")
+    names = _first(names, config.classes_fraction)
+    if len(names) > config.num_classes:
+        raise DataError(
+            f"{root} has {len(names)} classes, --num-classes is {config.num_classes}: "
+            f"give --num-classes {len(names)}"
+        )
+    files: list[tuple[str, int]] = []
+    for label, name in enumerate(names):
+        folder = os.path.join(root, name)
         found = [
             os.path.join(where, file)
-            for where, _, files in os.walk(folder, followlinks=True)
-            for file in files
+            for where, _, below in os.walk(folder, followlinks=True)
+            for file in below
             if file.rpartition(".")[2].lower() in IMAGE_SUFFIXES
         ]
         if not found:
@@ -157,7 +136,9 @@ class ImageFolder:
                 f"{folder} has no image file (.{', .'.join(IMAGE_SUFFIXES)}): remove this folder, "
                 "or add images of its class"
             )
-        return sorted(found)
+        files += [(file, label) for file in _first(sorted(found), config.data_per_class_fraction)]
+    order = np.random.Generator(np.random.Philox(_ORDER_SEED)).permutation(len(files))
+    return [files[i] for i in order]
 
 
 class ImageFolderDataset(ReplacedSamples):
@@ -168,7 +149,7 @@ class ImageFolderDataset(ReplacedSamples):
     """
 
     config: ImageFolderDatasetConfig
-    dataset: ImageFolder
+    dataset: list[tuple[str, int]]
     split_unit = "images"
 
     @cached_property
@@ -185,7 +166,7 @@ class ImageFolderDataset(ReplacedSamples):
     ) -> LowLevelDataset:
         """List the images of a folder."""
         assert isinstance(config, ImageFolderDatasetConfig)
-        return ImageFolder(given_path(dataset_path), config)
+        return list_images(given_path(dataset_path), config)
 
     def _content(self, element: int) -> tuple[str, Any]:
         path, label = self.dataset[element]

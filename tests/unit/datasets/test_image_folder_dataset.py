@@ -12,11 +12,11 @@ import torch
 
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.image_folder_dataset import (
-    ImageFolder,
     ImageFolderDataset,
     ImageFolderDatasetConfig,
     MockImageFolderDataset,
     augment,
+    list_images,
 )
 from megatron.core.datasets.utils import Split
 
@@ -42,7 +42,7 @@ def root(tmp_path: Path) -> Path:
 
 def dataset(root: Path, split: Split = Split.train, **changes: Any) -> ImageFolderDataset:
     given = config(**changes)
-    images = ImageFolder(str(root), given)
+    images = list_images(str(root), given)
     return ImageFolderDataset(images, str(root), np.arange(len(images)), 20, split, given)
 
 
@@ -75,13 +75,13 @@ def test_validation_images_are_not_augmented(root: Path) -> None:
 
 def test_fractions_keep_the_first_classes_and_images(root: Path) -> None:
     assert (
-        sorted(label for _, label in ImageFolder(str(root), config(classes_fraction=0.5)))
+        sorted(label for _, label in list_images(str(root), config(classes_fraction=0.5)))
         == [0] * 4
     )
-    half = ImageFolder(str(root), config(data_per_class_fraction=0.5))
+    half = list_images(str(root), config(data_per_class_fraction=0.5))
     names = sorted(Path(path).relative_to(root).as_posix() for path, _ in half)
     assert names == ["a/0.png", "a/1.png", "b/inside/0.png"]
-    least = ImageFolder(str(root), config(classes_fraction=0.01, data_per_class_fraction=0.01))
+    least = list_images(str(root), config(classes_fraction=0.01, data_per_class_fraction=0.01))
     assert len(least) == 1
 
 
@@ -102,13 +102,13 @@ def test_a_damaged_image_is_replaced_and_named(
 def test_folders_without_classes_or_images_are_refused(root: Path) -> None:
     (root / "c").mkdir()
     with pytest.raises(DataError, match="c has no image file"):
-        ImageFolder(str(root), config())
+        list_images(str(root), config())
     with pytest.raises(DataError, match="has no folders"):
-        ImageFolder(str(root / "c"), config())
+        list_images(str(root / "c"), config())
     with pytest.raises(DataError, match="missing: No such file or directory; give --data-path"):
-        ImageFolder(str(root / "missing"), config())
+        list_images(str(root / "missing"), config())
     with pytest.raises(DataError, match="has 3 classes, --num-classes is 2: give --num-classes 3"):
-        ImageFolder(str(root), config(num_classes=2))
+        list_images(str(root), config(num_classes=2))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 400), (400, 1), (30, 20)])
