@@ -20,7 +20,7 @@ from megatron.core.distributed.grad_buffer import add_into
 from megatron.core.fusions.bias_glu import activation, glu
 from megatron.core.fusions.causal_attention import causal_attention
 from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_gradient
-from megatron.core.fusions.rms_norm import layer_norm, rms_norm
+from megatron.core.fusions.rms_norm import norm_rows
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
 from megatron.core.optimizer.clip_grads import sum_of_squares
 from megatron.core.transformer.moe.token_dispatcher import by_expert, combine
@@ -90,13 +90,13 @@ def _gated(act: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Case:
 
 def _norm(*, is_rms: bool, dtype: torch.dtype) -> Case:
     x, weight, bias = (drawn(*n, dtype=dtype) for n in ((_TOKENS, _WIDTH), (_WIDTH,), (_WIDTH,)))
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return norm_rows(x, weight, bias, 1e-5)
+
     if is_rms:
-        return both_ways(
-            f"RMSNorm, {_short(dtype)}", lambda *a: rms_norm(*a, 1e-5), x, weight, passes=5
-        )
-    return both_ways(
-        f"LayerNorm, {_short(dtype)}", lambda *a: layer_norm(*a, 1e-5), x, weight, bias, passes=5
-    )
+        return both_ways(f"RMSNorm, {_short(dtype)}", norm, x, weight, passes=5)
+    return both_ways(f"LayerNorm, {_short(dtype)}", norm, x, weight, bias, passes=5)
 
 
 def _rotary(*, interleaved: bool, dtype: torch.dtype) -> Case:

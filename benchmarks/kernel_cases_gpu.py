@@ -17,7 +17,7 @@ from megatron.core.fusions.bias_glu import activation, glu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_gradient
 from megatron.core.fusions.quantize import product, quantize, quantize_and_look
-from megatron.core.fusions.rms_norm import adds_in_norm, norm_rows_of_sum, rms_norm
+from megatron.core.fusions.rms_norm import adds_in_norm, norm_rows, norm_rows_of_sum
 from megatron.core.fusions.rope import RotaryTable, apply_rotary, split_and_rotate
 from megatron.core.low_precision import E4M3, Block
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -86,7 +86,7 @@ def _norm_of_sum() -> Case:
             both = norm_rows_of_sum((x, None), residual, 0.0, (weight, None), 1e-5)
         else:
             total = get_bias_dropout_add(True, False)((x, None), residual, 0.0)
-            both = total, rms_norm(total, weight, 1e-5)
+            both = total, norm_rows(total, weight, None, 1e-5)
         torch.autograd.grad(both, leaves, (grad, grad))
 
     return Case("residual and RMSNorm", 8 * x.nbytes, work)

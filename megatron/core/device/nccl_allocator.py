@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import TracebackType
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -58,18 +57,13 @@ class MultiGroupMemPoolAllocator:
     def __init__(self, pool: device.MemPool, groups: Iterable[ProcessGroup]) -> None:
         self.pool = pool
         self.groups = list(dict.fromkeys(groups))
-        self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        self._stack.enter_context(device.allocating_from(self.pool))
+        self._allocation = device.allocating_from(self.pool)
+        self._allocation.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._allocation.__exit__(*error)
         for group in self.groups:
             # Registration needs the communicator, which the first collective creates.
             dist.all_reduce(torch.zeros(1, device=device.current()), group=group)

@@ -48,26 +48,18 @@ class _RMSNorm(Function[Tensor]):
         return grad_x, grad_weight, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize rows [..., h] with weight [h]."""
+def norm_rows(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Normalize rows [..., h] with weight and bias [h]: LayerNorm with a bias, else RMSNorm."""
+    # For other shapes torch reports the error; torch's LayerNorm is as fast in float32.
+    fits = x.is_contiguous() and weight.shape == x.shape[-1:]
+    is_wanted = bias is None or x.dtype == torch.bfloat16
+    if fits and is_wanted and cpu_kernels.take(x, weight, bias):
+        return ops.norm(x, weight, bias, eps)
+    if bias is not None:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
     if device.is_cuda(x.device):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    if _fits(x, weight) and cpu_kernels.take(x, weight):
-        return ops.norm(x, weight, None, eps)
     return _RMSNorm.apply(x, weight, eps)
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Normalize rows [..., h] with weight and bias [h]; torch has a kernel everywhere."""
-    # In float32 torch's own is as fast.
-    if x.dtype == torch.bfloat16 and _fits(x, weight) and cpu_kernels.take(x, weight, bias):
-        return ops.norm(x, weight, bias, eps)
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-
-def norm_rows(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalize rows [..., h]: a LayerNorm if there is a bias, else an RMSNorm."""
-    return rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)
 
 
 def adds_in_norm(x: Tensor, bias: Tensor | None, residual: Tensor) -> bool:
@@ -115,8 +107,3 @@ def norm_rows_alike(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
     if weight.shape == x.shape[-1:] and cpu_kernels.take(x, weight, bias):
         return ops.norm(x.contiguous(), weight, bias, eps)
     return norm_rows(x, weight, bias, eps)
-
-
-def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether a kernel can read the tensors; for other shapes torch reports the error."""
-    return x.is_contiguous() and weight.shape == x.shape[-1:]

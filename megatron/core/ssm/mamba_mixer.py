@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import ConfigError
-from megatron.core.fusions.rms_norm import rms_norm
+from megatron.core.fusions.rms_norm import norm_rows
 from megatron.core.packed_seq_params import PackedSeqParams, sequence_index
 from megatron.core.parallel.context_parallel_partition import order_of_gathered, row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -305,5 +305,5 @@ class GatedNorm(nn.Module):
         """Gate and normalize: 2 x [s, b, i/tp] -> [s, b, i/tp]."""
         groups = (y * F.silu(z)).chunk(self.num_groups, -1)
         weights = self.weight.chunk(self.num_groups)
-        normed = [rms_norm(x, w, self.eps) for x, w in zip(groups, weights, strict=True)]
+        normed = [norm_rows(x, w, None, self.eps) for x, w in zip(groups, weights, strict=True)]
         return normed[0] if len(normed) == 1 else torch.cat(normed, -1)

@@ -16,7 +16,7 @@ from megatron.core.distributed.grad_buffer import add_into
 from megatron.core.fusions.bias_glu import activation, glu
 from megatron.core.fusions.causal_attention import causal_attention
 from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_gradient
-from megatron.core.fusions.rms_norm import layer_norm, rms_norm
+from megatron.core.fusions.rms_norm import norm_rows
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
 from megatron.core.optimizer.clip_grads import sum_of_squares
 from megatron.core.transformer.moe.token_dispatcher import by_expert, combine
@@ -68,10 +68,10 @@ def gates(as_given: As) -> list[Tensor]:
 def norms(as_given: As) -> list[Tensor]:
     """Gradients of weights are sums over 95 rows: the scale makes them of order one."""
     x, weight, bias = (as_given(torch.randn(shape)) for shape in ((19, 5, 77), 77, 77))
-    found = with_gradients(lambda *a: rms_norm(*a, 1e-5), x, weight, scale=1 / 8)
+    found = with_gradients(lambda x, w: norm_rows(x, w, None, 1e-5), x, weight, scale=1 / 8)
     if x.dtype == torch.float32:  # torch's own, which is not in question
         return found
-    more = with_gradients(lambda *a: layer_norm(*a, 1e-5), x, weight, bias, scale=1 / 8)
+    more = with_gradients(lambda *a: norm_rows(*a, 1e-5), x, weight, bias, scale=1 / 8)
     return found + more
 
 

@@ -82,13 +82,7 @@ def _run_rows(kernel: str, like: Tensor, tensors: list[Tensor | None], numbers: 
 
 def activation(x: Tensor, act: str) -> Tensor:
     """Compute the activation of a contiguous tensor."""
-    return _Activation.apply(x, act) if torch.is_grad_enabled() else _activate(x, act)
-
-
-def _activate(x: Tensor, act: str) -> Tensor:
-    out = torch.empty_like(x)
-    cpu_kernels.run(act, [x, out], format=x.dtype, count=x.numel())
-    return out
+    return _Activation.apply(x, act)
 
 
 class _Activation(Function[Tensor]):
@@ -96,7 +90,9 @@ class _Activation(Function[Tensor]):
     def forward(ctx: Context[str], x: Tensor, act: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.values = act
-        return _activate(x, act)
+        out = torch.empty_like(x)
+        cpu_kernels.run(act, [x, out], format=x.dtype, count=x.numel())
+        return out
 
     @staticmethod
     def backward(ctx: Context[str], grad: Tensor) -> tuple[Tensor, None]:

@@ -49,9 +49,8 @@ class _GLU(Function[Tensor]):
         width = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
         rows = out.numel() // width
-        constants = (act, clamp is not None, weights is not None)
         block = max(128, min(_BLOCK, power_of_2(width)))
-        numbers = width, clamp or 0.0, offset, *constants, block
+        numbers = width, clamp or 0.0, offset, act, clamp is not None, block
         ctx.values = _Launch(rows, numbers)
         if rows:
             dense = None if weights is None else weights.contiguous()
@@ -118,12 +117,11 @@ def _forward(
     offset,
     ACT: tl.constexpr,
     CLAMPS: tl.constexpr,
-    WEIGHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     m = tl.program_id(0).to(tl.int64)
     weight = 1.0
-    if WEIGHS:
+    if Weights is not None:
         weight = tl.load(Weights + m).to(tl.float32)
     for start in range(0, width, BLOCK):
         place = start + tl.arange(0, BLOCK)
@@ -146,13 +144,12 @@ def _backward(
     offset,
     ACT: tl.constexpr,
     CLAMPS: tl.constexpr,
-    WEIGHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     m = tl.program_id(0).to(tl.int64)
     weight = 1.0
     total = tl.zeros((BLOCK,), tl.float32)
-    if WEIGHS:
+    if Weights is not None:
         weight = tl.load(Weights + m).to(tl.float32)
     for start in range(0, width, BLOCK):
         place = start + tl.arange(0, BLOCK)
@@ -170,5 +167,5 @@ def _backward(
         at = Out + m * 2 * width + place
         tl.store(at, of_gate.to(Out.dtype.element_ty), mask=inside)
         tl.store(at + width, of_up.to(Out.dtype.element_ty), mask=inside)
-    if WEIGHS:
+    if Weights is not None:
         tl.store(OfWeights + m, tl.sum(total, 0).to(OfWeights.dtype.element_ty))

@@ -27,14 +27,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     _linear[(triton.cdiv(n, _COLUMNS) * triton.cdiv(m, _ROWS),)](
         x,
         weight,
-        weight if bias is None else bias,
+        bias,
         y,
         m,
         n,
         k,
         *x.stride(),
         *weight.stride(),
-        HAS_BIAS=bias is not None,
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
         STEP=_STEP,
@@ -57,7 +56,6 @@ def _linear(
     x_column,
     weight_row,
     weight_column,
-    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
@@ -84,7 +82,7 @@ def _linear(
             other=0.0,
         )
         sums = tl.dot(a, b, sums, input_precision="ieee")
-    if HAS_BIAS:
+    if Bias is not None:
         sums += tl.load(Bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     tl.store(
         Y + row.to(tl.int64)[:, None] * n + column[None, :],

@@ -96,11 +96,10 @@ def attend(
             *totals,
             first_row,
             num_keys,
-            query if sink is None else sink,
+            sink,
             out,
             start,
             *numbers,
-            HAS_SINK=sink is not None,
             **common,
         )
     return out
@@ -258,7 +257,6 @@ def _combine(
     SHARE_BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    HAS_SINK: tl.constexpr,
 ):
     LINES: tl.constexpr = ROWS * SHARE_BLOCK
     tile = start_tile + tl.program_id(0)
@@ -279,7 +277,7 @@ def _combine(
         part = tl.load(Sums + place[:, None] * VALUE_BLOCK + value_channel[None, :])
         sums = sums * old[:, None] + part * new[:, None]
         tops = highest
-    if HAS_SINK:
+    if Sink is not None:
         sink = tl.load(Sink + head, mask=is_line, other=0.0).to(tl.float32)
         highest = tl.maximum(tops, sink)
         old = tl.exp(tops - highest)

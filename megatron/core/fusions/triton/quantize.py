@@ -9,7 +9,7 @@ after those of the last expert belong to none.  Codes and scales are those of ea
 alone: one scale per expert, or one per block, of which each expert's first one begins at its first
 row.  A GEMM that sums over rows reads transposed codes [c, p].  Each expert's columns begin at a
 multiple of `TILE` there and end with zeros, so that the GEMM copies 16 bytes at a time; ``p`` is
-`padded_length`.
+`tiles_of` times `TILE`.
 """
 
 from __future__ import annotations
@@ -124,11 +124,6 @@ def tiles_of(num_rows: int, num_experts: int) -> int:
     return -(-num_rows // TILE) + num_experts
 
 
-def padded_length(num_rows: int, num_experts: int) -> int:
-    """Return the number of columns of transposed codes."""
-    return tiles_of(num_rows, num_experts) * TILE
-
-
 def amax_of_groups(x: Tensor, ends: Tensor) -> Tensor:
     """Return the largest magnitude of each expert's rows of ``x`` [m, c]: [e] fp32."""
     amax: Tensor = torch.linalg.vector_norm(x, math.inf, 1, dtype=torch.float32)
@@ -159,7 +154,7 @@ def quantize_groups(
     (m, c), experts = x.shape, len(ends)
     down = tiles_of(m, experts)
     across = triton.cdiv(c, TILE)
-    length = padded_length(m, experts)
+    length = down * TILE  # columns of transposed codes
     unused = x.new_empty(0, dtype=torch.float32)
     codes = x.new_empty((m, c) if rows else (0, c), dtype=to)
     columns = x.new_empty((c, length) if turned else (c, 0), dtype=to)

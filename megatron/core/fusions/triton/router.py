@@ -37,13 +37,12 @@ def choose(
         size = num_experts // num_groups
         _choose[(n,)](
             logits,
-            logits if bias is None else bias,
+            bias,
             experts,
             weights,
             scale,
             K=k,
             SCORE=score,
-            HAS_BIAS=bias is not None,
             GROUPS=num_groups,
             SIZE=size,
             GROUP_TOPK=group_topk,
@@ -95,7 +94,6 @@ def _choose(
     scale,
     K: tl.constexpr,
     SCORE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     GROUP_TOPK: tl.constexpr,
@@ -118,7 +116,7 @@ def _choose(
     else:
         scores = x
     ranked = scores
-    if HAS_BIAS:
+    if Bias is not None:
         ranked += tl.load(Bias + expert, mask=is_free, other=0.0)
     # NaN equals nothing, so that no expert would be found; a sort puts it first.
     ranked = tl.where(ranked != ranked, float("inf"), ranked)
