@@ -85,10 +85,7 @@ class SamplingParams:
     def from_json(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Return parameters from values of `to_json`, some or all fields.  Raises ConfigError."""
         bias = {int(token): value for token, value in values.get("logit_bias", {}).items()}
-        stop = tuple(values.get("stop_token_ids", ()))
-        before, forbidden = values.get("forbidden_after", ((), ()))
-        found = {"logit_bias": bias, "stop_token_ids": stop}
-        return cls(**{**values, **found, "forbidden_after": (tuple(before), tuple(forbidden))})
+        return cls(**{name: _as_tuple(v) for name, v in values.items()} | {"logit_bias": bias})
 
     def add_attributes(self, attribute_value_pair: Mapping[str, object]) -> None:
         """Set further attributes, as Megatron-LM's scripts do."""
@@ -104,3 +101,8 @@ class SamplingParams:
         """Whether the choice of a token depends on how often tokens came before."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         return penalties != (1, 0, 0)
+
+
+def _as_tuple(value: Any) -> Any:
+    """Return a tuple, whose items are tuples too, for a list of JSON; other values as they are."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value

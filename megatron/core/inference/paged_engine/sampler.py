@@ -216,9 +216,8 @@ class Sampler:
         num_generated = rows.positions - self._num_prompt[rows.slots]
         top_p = np.maximum(top_p * decay**num_generated, bound).astype(np.float32)
         scale = scale_of(logits, temperature, top_k.astype(np.int64), top_p, min_p, self._upload)
-        seeds = [self._params[slot].seed for slot in rows.slots]
-        assert None not in seeds, "an admission has the seed of its request"
-        keys = self._upload(row_keys([s or 0 for s in seeds], rows.positions))
+        seeds = [self._params[slot].seed or 0 for slot in rows.slots]  # an admission has one
+        keys = self._upload(row_keys(seeds, rows.positions))
         return choose(logits, scale, keys)
 
     def _with_log_probs(self, logits: Tensor, tokens: Tensor, rows: _Rows) -> StepOutput:
