@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.conversations import messages_of, open_rows, read_all, tools_of
-from megatron.core.distributed.sharding import is_fully_sharded
+from megatron.core.distributed.distributed_data_parallel_config import is_fully_sharded
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core import device
-from megatron.core.distributed.sharding import is_fully_sharded
+from megatron.core.distributed.distributed_data_parallel_config import is_fully_sharded
 from megatron.core.extensions.transformer_engine import unsupported_matrices_reason
 from megatron.core.extensions.transformer_engine import unsupported_reason as why_no_engine
 from megatron.core.fusions.kernels import kernel_backend

@@ -16,7 +16,7 @@ from megatron.core.config.errors import OutOfMemory
 from megatron.training.planning import out_of_memory
 from megatron.training.planning.memory_warmup import make_optimizer_state
 from megatron.training.planning.out_of_memory import LOGITS, owners
-from megatron.training.process.phase import current_phase, in_phase
+from megatron.training.process.exit_report import current_phase, in_phase
 from tests.support.callback_calls import fake_run
 from tests.support.ranks import run_ranks
 from tests.support.runs import TINY, refusal

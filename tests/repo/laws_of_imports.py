@@ -133,7 +133,6 @@ PURE = (
     "megatron/core/parallel/rank_grid.py",
     "megatron/core/optional.py",
     "megatron/core/pipeline_parallel/plan.py",
-    "megatron/core/pipeline_parallel/schedule_order.py",
     "megatron/core/pipeline_parallel/communication_plan.py",
     "megatron/training/config/",
     # The front end, the text of its answers, its images, and the flags of tools.

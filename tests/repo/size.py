@@ -78,7 +78,6 @@ SMALL_FILES: dict[str, str] = {
     "megatron/core/config/value_types.py": _IN_ALL,
     "megatron/core/device/async_host_copy.py": "tests recognize waits of the host by this file",
     "megatron/core/diagnostics/log_once.py": _IN_ALL,
-    "megatron/core/distributed/sharding.py": _IN_ALL,
     "megatron/core/fusions/adam_step.py": "kernels of CPU and GPU share it without importing both",
     "megatron/core/inference/common_inference_params.py": _OF_MEGATRON,
     "megatron/core/inference/contexts/inference_params.py": _OF_MEGATRON,
@@ -96,7 +95,6 @@ SMALL_FILES: dict[str, str] = {
     "megatron/training/callbacks/fault_tolerance.py": "a callback of its own",
     "megatron/training/config/preference.py": "a section of the configuration",
     "megatron/training/process/early_sigterm.py": "imported before everything else",
-    "megatron/training/process/phase.py": _IN_ALL,
 }
 
 _MODULES_OF_MEGATRON = "tests/golden/modules.json"

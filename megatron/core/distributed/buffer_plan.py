@@ -17,8 +17,10 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.sharding import num_instances
+from megatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+    num_instances,
+)
 
 PARAM_ALIGNMENT = 64  # a parameter starts on a 128-byte line, also in 16 bits
 BUCKET_ALIGNMENT = 128  # divides every rank's share of a bucket; a multiple of PARAM_ALIGNMENT

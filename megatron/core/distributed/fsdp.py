@@ -65,9 +65,13 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.distributed.data_parallel_base import DataParallelBase
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+    reshards_after_forward,
+    share_of,
+    shares_instances,
+)
 from megatron.core.distributed.grad_buffer import gradient_of
-from megatron.core.distributed.sharding import reshards_after_forward, share_of, shares_instances
 from megatron.core.parallel.collectives import all_gather_single
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import FlatPart, ParamInfo, info_of, local_part, set_info

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron.core.config.errors import ConfigError
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.sharding import shares_instances
+from megatron.core.distributed.distributed_data_parallel_config import shares_instances
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.mixed_precision import OptimizedParam, ShardRange, copy_main_to_model
 from megatron.core.optimizer.optimizer import MegatronOptimizer

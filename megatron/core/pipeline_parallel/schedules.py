@@ -1,7 +1,7 @@
 """Run one training or evaluation step in the pipeline schedule of the configuration.
 
 `get_forward_backward_func` returns the same function for every layout: one rank without pipeline is
-a pipeline of one stage.  The step is a plan (`schedule_order`, `communication_plan`) that an
+a pipeline of one stage.  The step is a plan (`plan`, `communication_plan`) that an
 `Executor` follows.
 
 Order of collectives: those of `executor`; after the last backward pass those of
@@ -28,8 +28,7 @@ from megatron.core.pipeline_parallel.microbatch import (
     StepHooks,
     StepLosses,
 )
-from megatron.core.pipeline_parallel.plan import Instruction, Placement, most_in_flight
-from megatron.core.pipeline_parallel.schedule_order import schedule_of
+from megatron.core.pipeline_parallel.plan import Instruction, Placement, most_in_flight, schedule_of
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.utils import get_model_config
 

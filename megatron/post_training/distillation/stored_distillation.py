@@ -51,7 +51,7 @@ from megatron.post_training.distillation.losses import (
 from megatron.training.config.distillation import DistillationConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import Batch, BatchTable, ModelImplementation, TensorSpec
-from megatron.training.process.phase import in_phase
+from megatron.training.process.exit_report import in_phase
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.step.run import ModelRun
 from megatron.training.step.train_step import forward_backward

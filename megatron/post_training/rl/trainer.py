@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.value_types import JsonObject
-from megatron.core.distributed.sharding import is_fully_sharded
+from megatron.core.distributed.distributed_data_parallel_config import is_fully_sharded
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.parallel.collectives import broadcast_json
 from megatron.inference.engine_flags import GenerationLayout
@@ -44,7 +44,7 @@ from megatron.post_training.rl.rounds import (
 from megatron.training.config.run import GRPO, RunConfig
 from megatron.training.data.loaders import chunk_iterators, reads_data
 from megatron.training.models.kind import Batch
-from megatron.training.process.phase import in_phase
+from megatron.training.process.exit_report import in_phase
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, EvalResult, TrainingRun
 from megatron.training.tokenizer.sft_tokenizer import chat_template_of

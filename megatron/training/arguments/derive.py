@@ -16,7 +16,10 @@ import torch.nn.functional as F
 from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
 from megatron.core.config.errors import ConfigError
 from megatron.core.device import CPU
-from megatron.core.distributed.sharding import is_fully_sharded, shares_instances
+from megatron.core.distributed.distributed_data_parallel_config import (
+    is_fully_sharded,
+    shares_instances,
+)
 from megatron.core.enums import AttnBackend
 from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings
 from megatron.core.parallel.context_parallel_partition import sequence_divisor

@@ -35,7 +35,7 @@ from megatron.training.checkpointing.save import (
 )
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.process import exit_report
-from megatron.training.process.phase import in_phase
+from megatron.training.process.exit_report import in_phase
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.context import RunContext
 from megatron.training.runtime.flat_namespace import legacy_namespace

@@ -29,7 +29,7 @@ from megatron.training.config.data import DataConfig
 from megatron.training.data.prefetch import ReadAhead
 from megatron.training.models.kind import DocumentSpec, TensorSpec
 from megatron.training.models.registry import implementation_of
-from megatron.training.process.phase import in_phase
+from megatron.training.process.exit_report import in_phase
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.context import RunContext
 

@@ -20,7 +20,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.microbatch import StepHooks
 from megatron.training.checkpointing.checkpoint_tensors import rng_state, set_rng_state
 from megatron.training.data.prefetch import ReadAhead
-from megatron.training.process.phase import in_phase
+from megatron.training.process.exit_report import in_phase
 from megatron.training.process.rank_print import print_rank_0, ranks_here
 from megatron.training.step.run import TrainingRun
 from megatron.training.step.train_step import forward_backward

@@ -27,7 +27,7 @@ from megatron.core.config.errors import OutOfMemory
 from megatron.core.params.param_info import local_part
 from megatron.core.peft.lora import stored_tensors
 from megatron.training.config.run import RunConfig
-from megatron.training.process.phase import current_phase
+from megatron.training.process.exit_report import current_phase
 from megatron.training.process.rank_print import rank, ranks_here
 from megatron.training.runtime.context import RunContext
 from megatron.training.step.run import ModelRun, TrainingRun

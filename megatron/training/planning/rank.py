@@ -25,8 +25,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.core import device, rank_local
 from megatron.core.diagnostics.timers import Timers
 from megatron.core.distributed.data_parallel_base import DataParallelBase
+from megatron.core.distributed.distributed_data_parallel_config import (
+    is_fully_sharded,
+    reshards_after_forward,
+)
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.distributed.sharding import is_fully_sharded, reshards_after_forward
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.parallel.context_parallel_partition import (

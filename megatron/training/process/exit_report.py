@@ -7,6 +7,8 @@ report of a process is kept: a later one is usually a consequence.  A killed pro
 ``code`` is the exit status that the process ends with: 0 done or stopped as asked, 2 error of the
 user, 16 restart to disambiguate, 17 result failed validation, 65 damaged data or checkpoint, 1
 everything else.  This module imports nothing heavy and does not communicate.
+
+It also knows the current phase of the run in words, for the report of lack of memory.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,8 @@ _FIRST_CAUSE = re.compile(r"rank (\d+) failed: ")
 
 _noted: dict[str, Any] = {}
 _suspects: list[dict[str, Any]] = []
-each_rank_owns(__name__, "_noted", "_suspects")
+_phase = "start-up"
+each_rank_owns(__name__, "_noted", "_suspects", "_phase")
 
 
 def note(**values: Any) -> None:
@@ -109,3 +113,23 @@ def _report(rank: int, kind: str, code: int, reason: str | None) -> dict[str, An
         **_noted,
         "suspects": list(_suspects),
     }
+
+
+def current_phase() -> str:
+    """Return the words of the innermost phase; after an exception, of the phase that failed."""
+    return _phase
+
+
+def enter_phase(words: str) -> None:
+    """Set the current phase."""
+    global _phase
+    _phase = words
+
+
+@contextlib.contextmanager
+def in_phase(words: str) -> Iterator[None]:
+    """Decorate a function: the current phase is ``words`` while it runs."""
+    before = _phase
+    enter_phase(words)
+    yield
+    enter_phase(before)

@@ -18,7 +18,10 @@ from megatron.core import device, distributed
 from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics.timers import Timers
 from megatron.core.distributed.data_parallel_base import DataParallelBase
-from megatron.core.distributed.sharding import is_fully_sharded, num_instances
+from megatron.core.distributed.distributed_data_parallel_config import (
+    is_fully_sharded,
+    num_instances,
+)
 from megatron.core.extensions.transformer_engine import use_user_buffers
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -48,7 +51,7 @@ from megatron.training.estimates.automatic_settings import (
     resolve_pipeline_split,
 )
 from megatron.training.models.registry import build_model_stage, model_kind_of
-from megatron.training.process.phase import in_phase
+from megatron.training.process.exit_report import in_phase
 from megatron.training.process.rank_print import print_rank_0, ranks_here
 from megatron.training.runtime.context import RunContext
 from megatron.training.tokenizer import (

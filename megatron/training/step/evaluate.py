@@ -15,7 +15,7 @@ import torch
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.parallel.collectives import largest_of_ranks
 from megatron.training.data.loaders import agree_on, chunk_iterators
-from megatron.training.process.phase import in_phase
+from megatron.training.process.exit_report import in_phase
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.process.signals import StopSignal, catch_stop_signal
 from megatron.training.runtime.context import RunContext

@@ -31,7 +31,7 @@ from megatron.training.data.prefetch import read_ahead
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.models.registry import shape_of_microbatch
 from megatron.training.process import exit_report
-from megatron.training.process.phase import enter_phase, in_phase
+from megatron.training.process.exit_report import enter_phase, in_phase
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.rerun import StepRejected, run_step

@@ -4,8 +4,13 @@ import pytest
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.pipeline_parallel.communication_plan import instructions
-from megatron.core.pipeline_parallel.plan import Placement, Transfer, TransferBatch, Work
-from megatron.core.pipeline_parallel.schedule_order import schedule_of
+from megatron.core.pipeline_parallel.plan import (
+    Placement,
+    Transfer,
+    TransferBatch,
+    Work,
+    schedule_of,
+)
 
 
 def test_second_of_two_ranks_sends_each_gradient_with_the_next_activation_on_its_way():

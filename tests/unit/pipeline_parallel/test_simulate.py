@@ -5,8 +5,14 @@ from itertools import accumulate, pairwise
 import pytest
 
 from megatron.core.pipeline_parallel.communication_plan import instructions
-from megatron.core.pipeline_parallel.plan import Placement, Transfer, TransferBatch, Work, is_pair
-from megatron.core.pipeline_parallel.schedule_order import schedule_of
+from megatron.core.pipeline_parallel.plan import (
+    Placement,
+    Transfer,
+    TransferBatch,
+    Work,
+    is_pair,
+    schedule_of,
+)
 from tests.support.pipeline_simulator import (
     DeadlockError,
     Durations,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import prod
 
 from megatron.core.device import CPU, CUDA, backend_serves
-from megatron.core.distributed.sharding import num_instances
+from megatron.core.distributed.distributed_data_parallel_config import num_instances
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
-from megatron.core.pipeline_parallel.schedule_order import wrong_chunks
+from megatron.core.pipeline_parallel.plan import wrong_chunks
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP
 from megatron.core.transformer.context_parallel import COMM_TYPES
 from megatron.core.transformer.layer_layout import layout_problems

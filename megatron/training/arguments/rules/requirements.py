@@ -10,7 +10,7 @@ from dataclasses import fields
 from megatron.core.config.option import dest_of, options_of
 from megatron.core.config.parse import parse_table
 from megatron.core.device import CPU
-from megatron.core.distributed.sharding import shares_instances
+from megatron.core.distributed.distributed_data_parallel_config import shares_instances
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP
 from megatron.training.arguments.rules.rule import Settings, needs

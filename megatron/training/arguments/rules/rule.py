@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, flag_of, options_of
-from megatron.core.distributed.sharding import is_fully_sharded
+from megatron.core.distributed.distributed_data_parallel_config import is_fully_sharded
 from megatron.core.ssm.mamba_hybrid_layer_allocation import layer_pattern
 from megatron.training.arguments.sections import FLAGS_ONLY, SECTIONS, flags_and_defaults
 from megatron.training.config.run import DPO, REWARD, SFT, RunConfig
