@@ -34,9 +34,9 @@ _METHODS = {
     for method in methods.split()
 } | {name: name for name in ("reduce", "broadcast", "gather", "scatter", "barrier", *_TRANSFERS)}
 _SHOWN_RANKS = 8
-# Slots of `Record.board`: time.monotonic_ns() of the last sign, `Record.progress`, whether the rank
-# is in a collective, and the number of the last call in its group.
-SIGN_NS, PROGRESS, IS_INSIDE, CALL = range(4)
+# Slots of `Record.board`: time.monotonic_ns() of the last sign, whether the rank is in a
+# collective, and the number of the last call in its group.
+SIGN_NS, IS_INSIDE, CALL = range(3)
 
 
 @dataclass(slots=True)
@@ -73,13 +73,12 @@ def _describe(note: _Note) -> str:
 class Board:
     """Memory that another process can read, into which the tracer writes the current collective."""
 
-    slots: memoryview[int]  # see SIGN_NS, PROGRESS, IS_INSIDE, CALL
+    slots: memoryview[int]  # see SIGN_NS, IS_INSIDE, CALL
     name: memoryview  # operation, group and ranks in UTF-8, padded with zeros
 
     def sign(self) -> None:
-        """Write the time and the progress."""
+        """Write the time."""
         self.slots[SIGN_NS] = time.monotonic_ns()
-        self.slots[PROGRESS] = record.progress
 
     def wait(self, work: int) -> None:
         """Write that the host waits for the collective with this id of its Work."""

@@ -369,7 +369,6 @@ class RerunDataIterator:
     def __init__(self, iterable: Iterable[Any]) -> None:
         self.iterable = iterable
         self.saved_microbatches: list[Any] = []
-        self._keeps = True
         self._position = 0  # in saved_microbatches; at its end new ones are read
         self._iterator: Iterator[Any] | None = None
 
@@ -381,9 +380,8 @@ class RerunDataIterator:
             self._position += 1
             return self.saved_microbatches[self._position - 1]
         batch = self._read_next()
-        if self._keeps:
-            self.saved_microbatches.append(batch)
-            self._position += 1
+        self.saved_microbatches.append(batch)
+        self._position += 1
         return batch
 
     def rewind(self) -> None:
@@ -392,7 +390,6 @@ class RerunDataIterator:
 
     def advance(self) -> None:
         """Begin a step: forget what was returned so far; the next `rewind` goes back here."""
-        self._keeps = True
         del self.saved_microbatches[: self._position]
         self._position = 0
 

@@ -31,12 +31,12 @@ from megatron.core.config.errors import LaunchError
 VARIABLE = "MEGATRON_HEARTBEAT_DIR"  # folder of the files, which the supervisor sets
 # Sections of a run.  "" is the time outside of the others; an ended rank has no limit.
 SECTIONS = ("", "setup", "step", "checkpointing", "ended")
-_MAGIC = 0x4D47_4842_0000_0002  # "MGHB", version 2
+_MAGIC = 0x4D47_4842_0000_0003  # "MGHB", version 3
 _SIZE = 4096
-# Slots.  The tracer of collectives writes the last four (`HeartbeatFile.board`).
+# Slots.  The tracer of collectives writes the last three (`HeartbeatFile.board`).
 _MAGIC_SLOT, _PID, _SECTION, _ITERATION = range(4)
-_BOARD = 8  # sign_ns, progress, is_in_collective, call: `collective_tracer.Board.slots`
-_SLOTS = 12
+_BOARD = 8  # sign_ns, is_in_collective, call: `collective_tracer.Board.slots`
+_SLOTS = 11
 _NAME_AT = 8 * _SLOTS
 _NAME_BYTES = 160
 _PREFIX = "rank_"
@@ -60,7 +60,6 @@ class Heartbeat:
     section: str
     iteration: int
     sign_ns: int  # last begin or end of a section or a collective
-    progress: int  # number of collectives started plus waits completed
     is_in_collective: bool
     collective: str  # the last one that was started, with its call number; "" if there was none
 
@@ -154,7 +153,7 @@ def _parse(rank: int, data: bytes) -> list[Heartbeat]:
     slots = struct.unpack_from(f"={_SLOTS}q", data)
     if slots[_MAGIC_SLOT] != _MAGIC or not 0 <= slots[_SECTION] < len(SECTIONS):
         return []
-    sign_ns, progress, is_inside, call = slots[_BOARD:]
+    sign_ns, is_inside, call = slots[_BOARD:]
     name = data[_NAME_AT : _NAME_AT + _NAME_BYTES].rstrip(b"\0").decode(errors="replace")
     return [
         Heartbeat(
@@ -163,7 +162,6 @@ def _parse(rank: int, data: bytes) -> list[Heartbeat]:
             section=SECTIONS[slots[_SECTION]],
             iteration=slots[_ITERATION],
             sign_ns=sign_ns,
-            progress=progress,
             is_in_collective=bool(is_inside),
             collective=f"{name}, call {call}" if name else "",
         )

@@ -65,7 +65,6 @@ def communicate(rank: int, world_size: int, folder: str) -> None:
     before = read_heartbeats(folder)[rank]
     assert not before.is_in_collective
     assert before.collective.endswith("all_reduce of ranks 0 1, call 1")
-    assert before.progress == record.progress
     record.board.wait(id(first))  # the wait is for the older of two collectives
     inside = read_heartbeats(folder)[rank]
     assert str(inside) == (

@@ -25,7 +25,6 @@ BEAT = Heartbeat(
     section="step",
     iteration=12,
     sign_ns=0,
-    progress=3,
     is_in_collective=True,
     collective="tp all_reduce of ranks 0 1, call 9",
 )
