@@ -35,57 +35,55 @@ from megatron.training.process.rank_print import print_rank_0
 
 # Flags (dests) that describe experts, latent attention and YaRN.
 EXPERTS = tuple(
-    "num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function "
-    "moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
-    "moe_router_group_score_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias "
-    "moe_router_dtype moe_shared_expert_intermediate_size moe_shared_expert_gate".split()
+    """
+    num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function
+    moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
+    moe_router_group_score_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
+    moe_router_dtype moe_shared_expert_intermediate_size moe_shared_expert_gate
+    """.split()
 )
 LATENT = tuple(
-    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
-    "v_head_dim".split()
+    """
+    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    """.split()
 )
 YARN = tuple(
-    "rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow "
-    "yarn_correction_range_round_to_int mscale mscale_all_dim".split()
-)
-_ATTENTION = (
-    "num_query_groups group_query_attention add_qkv_bias qk_layernorm qk_layernorm_full_width "
-    "qk_l2_norm apply_query_key_layer_scaling attn_logit_softcapping softmax_scale softmax_type"
-)
-_POSITIONS = (
-    "position_embedding_type add_position_embedding use_rotary_position_embeddings rotary_base "
-    "rotary_percent rotary_interleaved rope_type no_rope_freq use_rope_scaling "
-    "rope_scaling_factor rotary_seq_len_interpolation_factor mrope_section "
-    "window_rotary_base"
-)
-_MLP = (
-    "relu squared_relu swiglu openai_gelu geglu quick_geglu bias_gelu_fusion "
-    "activation_func_clamp_value glu_linear_offset moe_layer_freq moe_token_dispatcher_type "
-    "moe_grouped_gemm moe_apply_probs_on_input"
-)
-_NORMS = (
-    "normalization norm_epsilon apply_layernorm_1p layer_norm_placement "
-    "apply_residual_connection_post_layernorm"
-)
-_WHOLE = (
-    "add_bias_linear attention_dropout hidden_dropout embedding_scale output_scale "
-    "final_logit_softcapping untie_embeddings_and_output_weights bert_binary_head mtp_num_layers "
-    "is_hybrid_model spec"
+    """
+    rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
+    yarn_correction_range_round_to_int mscale mscale_all_dim
+    """.split()
 )
 ADAPTERS = ("lora_rank", "lora_alpha", "lora_target_modules", "lora_use_rslora")
-_TOKENS = "pad_vocab_in_loss tokenizer_type tiktoken_pattern vocab_extra_ids"
 IMAGES = tuple(
-    "img_h img_w patch_dim vision_model_type vision_num_layers vision_hidden_size "
-    "vision_ffn_hidden_size vision_num_attention_heads vision_projection_type "
-    "disable_vision_class_token pixel_shuffle image_grid_pinpoints".split()
+    """
+    img_h img_w patch_dim vision_model_type vision_num_layers vision_hidden_size
+    vision_ffn_hidden_size vision_num_attention_heads vision_projection_type
+    disable_vision_class_token pixel_shuffle image_grid_pinpoints
+    """.split()
 )
 MIMO = ("model_provider", "image_size", "image_token_id", "hf_assign_unused_tokens")
 TILES = tuple(
     "use_tiling max_num_tiles use_thumbnail use_area_weighted_aspect_ratio use_tile_tags".split()
 )
-# Set from the checkpoint even if the command line has them: another value is another model.
+# Set from the checkpoint even if the command line has them: another value is another model.  The
+# text has attention, positions, MLP, norms, the model as a whole, and tokens.
 FORCED = (
-    *" ".join((_ATTENTION, _POSITIONS, _MLP, _NORMS, _WHOLE, _TOKENS)).split(),
+    *"""
+    num_query_groups group_query_attention add_qkv_bias qk_layernorm qk_layernorm_full_width
+    qk_l2_norm apply_query_key_layer_scaling attn_logit_softcapping softmax_scale softmax_type
+    position_embedding_type add_position_embedding use_rotary_position_embeddings rotary_base
+    rotary_percent rotary_interleaved rope_type no_rope_freq use_rope_scaling
+    rope_scaling_factor rotary_seq_len_interpolation_factor mrope_section window_rotary_base
+    relu squared_relu swiglu openai_gelu geglu quick_geglu bias_gelu_fusion
+    activation_func_clamp_value glu_linear_offset moe_layer_freq moe_token_dispatcher_type
+    moe_grouped_gemm moe_apply_probs_on_input
+    normalization norm_epsilon apply_layernorm_1p layer_norm_placement
+    apply_residual_connection_post_layernorm
+    add_bias_linear attention_dropout hidden_dropout embedding_scale output_scale
+    final_logit_softcapping untie_embeddings_and_output_weights bert_binary_head mtp_num_layers
+    is_hybrid_model spec
+    pad_vocab_in_loss tokenizer_type tiktoken_pattern vocab_extra_ids
+    """.split(),
     *EXPERTS,
     *LATENT,
     *YARN,
@@ -98,52 +96,63 @@ FORCED_PREFIXES = (
     "hybrid_", "mamba_", "heterogeneous_", "window_", "longrope_", "relative_attention_",
 )  # fmt: skip
 FORCED_PARALLEL = tuple(
-    "tensor_model_parallel_size pipeline_model_parallel_size encoder_pipeline_model_parallel_size "
-    "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
-    "expert_model_parallel_size expert_tensor_parallel_size".split()
+    """
+    tensor_model_parallel_size pipeline_model_parallel_size encoder_pipeline_model_parallel_size
+    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    expert_model_parallel_size expert_tensor_parallel_size
+    """.split()
 )
 _LAYERS_PATH = "heterogeneous_layers_config_path"
 _AUDIO_PATH = "audio_encoder_model"
 _OUTSIDE = "it is a file outside the checkpoint"
-# Set from the checkpoint only if the command line does not have them.
+# Set from the checkpoint only if the command line does not have them.  Another sft_alignment
+# changes the order of samples.
 IF_UNSET = tuple(
-    "model_kind num_layers encoder_num_layers decoder_num_layers encoder_seq_length "
-    "decoder_seq_length dataloader_seq_length hidden_size ffn_hidden_size seq_length "
-    "num_attention_heads kv_channels "
-    "max_position_embeddings padded_vocab_size vocab_size vocab_file merge_file "
-    "sft_alignment".split()  # another one changes the order of samples
+    """
+    model_kind num_layers encoder_num_layers decoder_num_layers encoder_seq_length
+    decoder_seq_length dataloader_seq_length hidden_size ffn_hidden_size seq_length
+    num_attention_heads kv_channels max_position_embeddings padded_vocab_size vocab_size
+    vocab_file merge_file sft_alignment
+    """.split()
 )
 
 # Of these, `compare_models` does not compare aliases, layout, kernels and precision.
 NOT_COMPARED = frozenset(
-    "model_kind encoder_num_layers group_query_attention use_rotary_position_embeddings "
-    "add_position_embedding apply_query_key_layer_scaling moe_token_dispatcher_type "
-    "moe_grouped_gemm moe_router_dtype is_hybrid_model encoder_seq_length padded_vocab_size "
-    "vocab_size heterogeneous_layers_config_path".split()
+    """
+    model_kind encoder_num_layers group_query_attention use_rotary_position_embeddings
+    add_position_embedding apply_query_key_layer_scaling moe_token_dispatcher_type
+    moe_grouped_gemm moe_router_dtype is_hybrid_model encoder_seq_length padded_vocab_size
+    vocab_size heterogeneous_layers_config_path
+    """.split()
 )
 # Flags that also change names or shapes of tensors; --dist-ckpt-strictness compares those.
 SHOWN_BY_TENSORS = frozenset(
-    "num_layers decoder_num_layers hidden_size ffn_hidden_size add_bias_linear add_qkv_bias "
-    "qk_layernorm untie_embeddings_and_output_weights bert_binary_head mtp_num_layers num_experts "
-    "moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size "
-    "moe_shared_expert_gate moe_router_enable_expert_bias q_lora_rank kv_lora_rank "
-    "hybrid_override_pattern".split()
+    """
+    num_layers decoder_num_layers hidden_size ffn_hidden_size add_bias_linear add_qkv_bias
+    qk_layernorm untie_embeddings_and_output_weights bert_binary_head mtp_num_layers num_experts
+    moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size
+    moe_shared_expert_gate moe_router_enable_expert_bias q_lora_rank kv_lora_rank
+    hybrid_override_pattern
+    """.split()
 )
 # Flags that --finetune may change: the model is trained for longer contexts.
 LEARNED_ANEW = frozenset(
-    "rotary_base rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
-    "rope_type window_size window_attn_skip_freq window_rotary_base longrope_short_factor "
-    "longrope_long_factor longrope_original_max_position_embeddings sft_alignment".split()
+    """
+    rotary_base rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor
+    rope_type window_size window_attn_skip_freq window_rotary_base longrope_short_factor
+    longrope_long_factor longrope_original_max_position_embeddings sft_alignment
+    """.split()
 ).union(YARN)
 # Flags that any run may change; one log line reports both values.
 LOGGED = (
     *TILES,
-    *"seq_length decoder_seq_length dataloader_seq_length max_position_embeddings "
-    "attention_dropout hidden_dropout lora_dropout bias_gelu_fusion spec pad_vocab_in_loss "
-    "tokenizer_type tokenizer_model tiktoken_pattern vocab_extra_ids vocab_file merge_file "
-    "data_path train_data_path valid_data_path test_data_path data_args_path "
-    "per_split_data_args_path split seed adam_beta1 adam_beta2 sft_packing "
-    "sft_long_conversations".split(),
+    *"""
+    seq_length decoder_seq_length dataloader_seq_length max_position_embeddings
+    attention_dropout hidden_dropout lora_dropout bias_gelu_fusion spec pad_vocab_in_loss
+    tokenizer_type tokenizer_model tiktoken_pattern vocab_extra_ids vocab_file merge_file
+    data_path train_data_path valid_data_path test_data_path data_args_path
+    per_split_data_args_path split seed adam_beta1 adam_beta2 sft_packing sft_long_conversations
+    """.split(),
 )
 
 
