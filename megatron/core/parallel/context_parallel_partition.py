@@ -20,13 +20,6 @@ from torch import Tensor
 from megatron.core.config.errors import ConfigError
 
 
-def local_sequence_length(
-    seq_length: int, *, cp: int = 1, tp: int = 1, sequence_parallel: bool = False
-) -> int:
-    """Return the length of a sequence in the hidden states of one rank, between the layers."""
-    return seq_length // (cp * tp if sequence_parallel else cp)
-
-
 def sequence_divisor(*, cp: int = 1, tp: int = 1, sequence_parallel: bool = False) -> int:
     """Return the number that must divide the length of a sequence.
 

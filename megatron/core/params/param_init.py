@@ -127,7 +127,7 @@ def fill_parameter(param: Tensor, info: ParamInfo, seed: int) -> None:
 
 
 def _rows(offset: tuple[int, ...], view: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Split a box of a tensor of ``shape`` into contiguous rows; return ([rows, ...], starts).
+    """Split a box of a tensor of ``shape`` into contiguous rows; return ([rows, width], starts).
 
     ``view``: the values of the box at ``offset``; ``starts``: the index of each row's first element
     in the flattened global tensor.
@@ -138,25 +138,20 @@ def _rows(offset: tuple[int, ...], view: Tensor, shape: tuple[int, ...]) -> tupl
         count = view.shape[d] if d < dim else 1
         places = offset[d] + torch.arange(count, dtype=torch.int64, device=view.device)
         starts = (starts[:, None] * length + places).view(-1)
-    return view.view(math.prod(view.shape[:dim]), *view.shape[dim:]), starts
+    return view.view(math.prod(view.shape[:dim]), math.prod(view.shape[dim:])), starts
 
 
 def _fill_rows(target: Tensor, starts: Tensor, key: tuple[int, int], info: ParamInfo) -> None:
-    """Fill ``target`` [rows, ...]; row r has the elements from global index ``starts[r]`` on."""
+    """Fill ``target`` [rows, width]; row r has the elements from global index ``starts[r]`` on."""
     chunk = _CHUNK_GPU if device.is_cuda(target.device) else _CHUNK_CPU
-    width = math.prod(target.shape[1:])
+    num_rows, width = target.shape
     dtype = info.dtype or target.dtype
     rows_at_once = max(1, chunk // max(width, 1))
-    for row in range(0, target.shape[0], rows_at_once):
-        part = target[row : row + rows_at_once]
+    for row in range(0, num_rows, rows_at_once):
         at = starts[row : row + rows_at_once]
-        if width <= chunk:
-            part.copy_(_draw(at, width, key, info).to(dtype).view(part.shape))
-            continue
-        flat = part.view(-1)  # one row longer than a chunk: fill it piece by piece
         for column in range(0, width, chunk):
-            piece = flat[column : column + chunk]
-            piece.copy_(_draw(at + column, piece.numel(), key, info)[0].to(dtype))
+            part = target[row : row + rows_at_once, column : column + chunk]
+            part.copy_(_draw(at + column, part.shape[1], key, info).to(dtype))
 
 
 def _draw(starts: Tensor, width: int, key: tuple[int, int], info: ParamInfo) -> Tensor:

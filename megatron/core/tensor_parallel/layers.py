@@ -32,7 +32,6 @@ from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.tensor_parallel.frozen_weight import FrozenWeight
 from megatron.core.tensor_parallel.linear import (
     LinearCall,
-    Multiply,
     Overlap,
     Quantizer,
     linear,
@@ -76,13 +75,11 @@ def divide_over_group(size: int, group: ProcessGroup, what: str) -> int:
 class Linear(nn.Module):
     """Base of the linear layers.
 
-    A ``quantizer``, if set, computes x W^T + b in place of torch's matmuls.  ``multiply`` runs the
-    GEMM of the forward pass; `make_batch_invariant` sets another one on an instance.  ``lora``, if
+    A ``quantizer``, if set, computes x W^T + b in place of torch's matmuls.  ``lora``, if
     `peft.lora.attach_adapters` has set it, computes a term of the output on this rank.
     """
 
     weight: nn.Parameter | None
-    multiply: Multiply = staticmethod(F.linear)
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +101,7 @@ class Linear(nn.Module):
         """Return x W^T + b on this rank.  No communication."""
         weight = self.weight
         assert weight is not None, "a layer without a weight"
-        return self._adapted(x, linear(x, LinearCall(weight, bias), self.quantizer, self.multiply))
+        return self._adapted(x, linear(x, LinearCall(weight, bias), self.quantizer))
 
     def _adapted(self, x: Tensor, y: Tensor) -> Tensor:
         """Add the adapter's term of input ``x`` to ``y``, before a reduction over ranks."""
@@ -225,7 +222,7 @@ class ColumnParallelLinear(_ShardedLinear):
             overlap=self.overlap if is_own else None,
         )
         quantizer = self.quantizer if is_own or own is None else None
-        y = linear(x, call, quantizer, self.multiply)
+        y = linear(x, call, quantizer)
         y = self._adapted(x, y)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
@@ -306,7 +303,7 @@ class RowParallelLinear(_ShardedLinear):
             scatters_output=self.sequence_parallel,
             overlap=self.overlap,
         )
-        y = linear(x, call, self.quantizer, self.multiply)
+        y = linear(x, call, self.quantizer)
         if self.lora is None or group is None:
             return self._adapted(x, y)
         return sum_output(self._adapted(x, y), group, scatters=self.sequence_parallel)

@@ -47,12 +47,10 @@ def linear(
     x: Tensor,
     call: LinearCall,
     quantizer: Quantizer | None = None,
-    multiply: Multiply = F.linear,
 ) -> Tensor:
     """Compute x W^T + b.  Collective over the groups of ``call``.
 
-    ``quantizer``: computes the layer in another way.  ``multiply``: runs the GEMM of the forward
-    pass; it needs no gradient.
+    ``quantizer``: computes the layer in another way.
     """
     if quantizer is not None:
         return quantizer(x, call)
@@ -60,12 +58,12 @@ def linear(
     output_group = call.output_group
     may_defer = call.is_own and torch.is_grad_enabled()
     asks = may_defer and (adds_to_main_grad(weight) or may_be_deferred())
-    if call.group is None and call.overlap is None and not asks and multiply is F.linear:
+    if call.group is None and call.overlap is None and not asks:
         y = F.linear(x, weight, call.bias)
         if output_group is None:
             return y
         return sum_output(y, output_group, scatters=call.scatters_output)
-    return linear_of(x, call, DENSE if multiply is F.linear else Gemms(multiply))
+    return linear_of(x, call, DENSE)
 
 
 def linear_of(x: Tensor, call: LinearCall, gemms: Gemms) -> Tensor:
@@ -113,10 +111,6 @@ Matrix = Any  # a Tensor or Scaled [o, i], by whose transpose rows are multiplie
 class Gemms:
     """The GEMMs of a layer with a weight in its own dtype; subclasses store it in another way."""
 
-    def __init__(self, multiply: Multiply = F.linear) -> None:
-        """``multiply`` runs the GEMM of the forward pass."""
-        self._multiply = multiply
-
     def input(self, x: Tensor, call: LinearCall, keeps: bool) -> tuple[Rows, tuple[Tensor, ...]]:
         """Return the rows of ``x``, and what the weight gradient needs of it, if it ``keeps`` x."""
         return x, (x if keeps else x.new_empty(0, 0),)
@@ -137,8 +131,7 @@ class Gemms:
         self, rows: Rows, matrix: Matrix, dtype: torch.dtype, bias: Tensor | None, forward: bool
     ) -> Tensor:
         """Multiply ``rows`` by the transpose of ``matrix``, in forward or in backward."""
-        y: Tensor = self._multiply(rows, matrix, bias) if forward else rows.matmul(matrix.t())
-        return y
+        return F.linear(rows, matrix, bias) if forward else rows.matmul(matrix.t())
 
     def weight_grad(
         self,

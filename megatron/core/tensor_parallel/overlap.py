@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import NamedTuple
 from weakref import WeakSet
 
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -62,7 +61,7 @@ def overlap_layers(
         if layer.weight is None or info_of(layer.weight).is_embedding_or_output:
             continue
         if isinstance(layer.quantizer, LinearQuantizer | FrozenWeight | None):
-            if layer.quantizer is None and layer.lora is None and layer.multiply is F.linear:
+            if layer.quantizer is None and layer.lora is None:
                 layers.append(layer)
             else:
                 reasons = [_NO_FUSED_GEMM]

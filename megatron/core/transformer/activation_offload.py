@@ -61,12 +61,16 @@ class _OffloadedStorage:
                 self._came = device.record_event()
         self._on_device = on_device
 
-    def storage(self) -> torch.UntypedStorage:
-        """Return the device storage; the current stream waits for the copy to the device."""
+    def restored(self, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
+        """Return a tensor as it was saved; ``place``: its offset, shape and strides.
+
+        The current stream waits for the copy to the device.
+        """
         self.come_back()
         device.wait_event(self._came)
         assert self._on_device is not None, "it has come back"
-        return self._on_device.untyped_storage()
+        empty = torch.empty(0, dtype=dtype, device=self._on_device.device)
+        return empty.set_(self._on_device.untyped_storage(), *place)
 
 
 class _Pass:
@@ -82,7 +86,6 @@ class _Pass:
         # Storages on the device, by (storage, version); the entry keeps the storage alive, so that
         # its address identifies it.
         self._leaving: dict[tuple[int, int], _OffloadedStorage] = {}
-        self.num_bytes = 0
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the context manager in which the next layer runs; offloads what it saves."""
@@ -115,16 +118,11 @@ class _Pass:
         if offloaded is None:
             with torch.no_grad():
                 offloaded = self._leaving[key] = _OffloadedStorage(tensor, self._stream)
-            self.num_bytes += offloaded.num_bytes
         if offloaded not in self._layers[-1]:
             self._layers[-1].append(offloaded)
         # Refers to the offloaded storage, and not to the tensor.
-        return partial(
-            _restored,
-            offloaded,
-            tensor.dtype,
-            (tensor.storage_offset(), tensor.shape, tensor.stride()),
-        )
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return partial(offloaded.restored, tensor.dtype, place)
 
 
 class ActivationOffload:
@@ -132,7 +130,6 @@ class ActivationOffload:
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
-        self.num_bytes = 0  # offloaded by the last micro-batch
         self._stream: device.Stream | None = None
 
     def run(self, layers: Iterable[nn.Module], hidden_states: Tensor, shared: Shared) -> Tensor:
@@ -150,11 +147,4 @@ class ActivationOffload:
                 going.leave(j)
             if due and hidden_states.requires_grad:
                 hidden_states.register_hook(partial(going.come_back, due))
-        self.num_bytes = going.num_bytes
         return hidden_states
-
-
-def _restored(offloaded: _OffloadedStorage, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
-    """Return a tensor as it was saved: same dtype, offset, shape, strides and values."""
-    storage = offloaded.storage()
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)

@@ -13,7 +13,6 @@ import torch
 
 from megatron.core import device
 from megatron.core.optimizer.mixed_precision import stores_remainders
-from megatron.core.parallel.context_parallel_partition import local_sequence_length
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.parameters import (
     adapter_parameters,
@@ -92,7 +91,7 @@ def weight_and_optimizer_bytes(config: RunConfig, padded_vocab_size: int) -> flo
 def activation_bytes(config: RunConfig, padded_vocab_size: int, num_microbatches: int) -> float:
     """Return the bytes of activations on the first stage, for sequence parallelism and 1F1B."""
     model, training = config.model, config.training
-    length = local_sequence_length(config.data.seq_length, cp=model.context_parallel_size)
+    length = config.data.seq_length // model.context_parallel_size
     tokens = length * training.micro_batch_size
     pp = model.pipeline_model_parallel_size
     vp = model.virtual_pipeline_model_parallel_size

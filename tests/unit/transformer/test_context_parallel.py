@@ -14,7 +14,6 @@ from megatron.core.parallel.context_parallel_partition import (
     blocks_of,
     held_spans,
     held_tokens,
-    local_sequence_length,
     order_of_gathered,
     sequence_divisor,
 )
@@ -56,9 +55,7 @@ def test_what_ranks_hold_can_be_sorted_and_put_back() -> None:
     assert gathered[order].tolist() == held_tokens(lengths, 1, 2).tolist()
 
 
-def test_lengths_between_layers_and_what_they_must_divide_by() -> None:
-    assert local_sequence_length(64, cp=2, tp=4) == 32
-    assert local_sequence_length(64, cp=2, tp=4, sequence_parallel=True) == 8
+def test_what_the_length_of_a_sequence_must_divide_by() -> None:
     assert sequence_divisor(cp=2) == 4
     assert sequence_divisor(tp=3, sequence_parallel=True) == 3
     assert sequence_divisor(cp=2, tp=4, sequence_parallel=True) == 8

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core import device
@@ -292,7 +291,6 @@ class LanguageModule(MegatronModule):
         cap = config.final_logit_softcapping
         is_usual = (
             type(layer) is ColumnParallelLinear
-            and layer.multiply is F.linear
             and layer.lora is None
             and (config.loss_chunk_size or (layer.bias is None and cap is None))
         )
