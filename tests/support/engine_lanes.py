@@ -69,7 +69,8 @@ class Lanes:
         self.model.poison()
         plan = self.schedulers[lane].plan()
         if plan is not None:
-            assert plan.num_rows <= self.limits.max_step_tokens
+            num_rows = sum(len(s.tokens) for s in plan.segments)
+            assert num_rows <= self.limits.max_step_tokens
             self.results[lane].append((plan, self.model.execute(plan)))
         return plan
 

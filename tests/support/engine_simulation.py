@@ -119,7 +119,7 @@ class Model:
         slots = [s.slot for s in plan.segments]
         assert len({*slots}) == len(slots), "a slot is planned twice"
         rows = [row for s in plan.segments for row in self._rows(s, plan.masks)]
-        self.num_rows += plan.num_rows
+        self.num_rows += sum(len(s.tokens) for s in plan.segments)
         tops = [np.argsort(-row[1], kind="stable") for row in rows]
         return StepOutput(
             np.array([row[0] for row in rows], dtype=np.int64),

@@ -185,7 +185,7 @@ def test_a_request_shares_the_prompt_of_one_that_still_runs(
     execute = ModelRunner.execute
 
     def counted(self: ModelRunner, plan: StepPlan) -> Any:
-        rows.append(plan.num_rows)
+        rows.append(sum(len(s.tokens) for s in plan.segments))
         return execute(self, plan)
 
     monkeypatch.setattr(ModelRunner, "execute", counted)

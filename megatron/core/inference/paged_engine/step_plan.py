@@ -108,11 +108,6 @@ class StepPlan:
     masks: dict[int, Integers] = field(default_factory=dict)
 
     @property
-    def num_rows(self) -> int:
-        """Number of tokens in the forward pass."""
-        return sum(len(s.tokens) for s in self.segments)
-
-    @property
     def num_outputs(self) -> int:
         """Number of rows whose logits are computed."""
         return sum(len(s.targets) for s in self.segments)
