@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.training.data.prefetch import ReadAhead, read_ahead
+from megatron.training.data.loaders import ReadAhead, read_ahead
 
 
 def test_what_was_read_ahead_comes_first() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.training.data.prefetch import ReadAhead, read_ahead
+from megatron.training.data.loaders import ReadAhead, read_ahead
 from megatron.training.runtime.step_graph import StepGraph
 from tests.support.graph_stand_in import graphs_on_cpu
 

@@ -1,7 +1,11 @@
-"""Build iterators of micro-batches from the data flags.
+"""Build iterators of micro-batches from the data flags, and prefetch for the next step.
 
 The stream of global samples is a function of data, seed and sample index.  The samples of a rank
 follow from consumed samples, micro-batch size and data-parallel rank.
+
+Between two steps the host may wait for the gradient norm, and the device would then idle until the
+next micro-batch has arrived.  Within a step the host runs ahead of the device, so reading costs no
+time.  A step captured as one CUDA graph needs all its micro-batches at its start.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,9 +28,9 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
 from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.rerun.state_machine import RerunDataIterator
 from megatron.core.text_files import read_text
 from megatron.training.config.data import DataConfig
-from megatron.training.data.prefetch import ReadAhead
 from megatron.training.models.kind import DocumentSpec, TensorSpec
 from megatron.training.models.registry import implementation_of
 from megatron.training.process.exit_report import in_phase
@@ -279,3 +283,63 @@ def _lists_per_split(path: str) -> list[list[str]]:
 
 def _read(path: str, flag: str) -> str:
     return read_text(path, f"{flag} {path}", DataError, "a file that lists the data prefixes")
+
+
+class ReadAhead(RerunDataIterator):
+    """Iterator over ``batches`` that can read and copy some of them to the device in advance.
+
+    It keeps micro-batches from the first `advance` on, so that an evaluation keeps none.
+    """
+
+    def __init__(self, batches: Iterator[Any], prefetches: bool = True) -> None:
+        super().__init__(batches)
+        self.prefetches = prefetches  # obeyed by `read_ahead`, which reads for the next step
+        self._keeps = False
+        self._batches = batches
+        self._ahead: list[Any] = []
+        self._stream: Any = None
+        self._arrived: Any = None
+
+    def _read_next(self) -> Any:
+        if not self._ahead:
+            return next(self._batches)
+        device.wait_event(self._arrived)
+        return self._ahead.pop(0)
+
+    def first(self) -> Any:
+        """Return the batch that `next` will return, without consuming it."""
+        self.read()
+        device.wait_event(self._arrived)
+        return self._ahead[0]
+
+    def read(self, count: int = 1) -> None:
+        """Prefetch until ``count`` batches wait, or fewer at the end of the data.
+
+        The copies to the device are asynchronous, on a side stream.
+        """
+        for batch in itertools.islice(self._batches, max(0, count - len(self._ahead))):
+            self._ahead.append(self._sent(batch) if isinstance(batch, dict) else batch)
+
+    def _sent(self, batch: dict[str, Any]) -> dict[str, Any]:
+        self._stream = self._stream or device.side_stream()
+        if self._stream is None:
+            return batch
+        # Allocate on the compute stream, which also uses and frees these tensors.
+        tensors = {name: t for name, t in batch.items() if torch.is_tensor(t)}
+        sent = {n: torch.empty_like(t, device=device.current()) for n, t in tensors.items()}
+        device.wait_stream(self._stream)
+        with device.on_stream(self._stream):
+            for name, tensor in tensors.items():
+                sent[name].copy_(tensor, non_blocking=True)
+            self._arrived = device.record_event()
+        return batch | sent
+
+
+def read_ahead(data: Any, count: int = 1) -> None:
+    """Prefetch ``count`` batches of the iterator of each model chunk.
+
+    Iterators of any other type, which a user script supplied, are left alone.
+    """
+    for batches in data if isinstance(data, list) else [data]:
+        if isinstance(batches, ReadAhead) and batches.prefetches:
+            batches.read(count)

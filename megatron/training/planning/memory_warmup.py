@@ -19,7 +19,7 @@ from megatron.core.aux_loss import aux_losses_of
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.microbatch import StepHooks
 from megatron.training.checkpointing.checkpoint_tensors import rng_state, set_rng_state
-from megatron.training.data.prefetch import ReadAhead
+from megatron.training.data.loaders import ReadAhead
 from megatron.training.process.exit_report import in_phase
 from megatron.training.process.rank_print import print_rank_0, ranks_here
 from megatron.training.step.run import TrainingRun

@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.microbatch import StepHooks, StepLosses
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.quantized_linear import update_amax_histories
 from megatron.core.transformer.moe.router import update_expert_biases
-from megatron.training.data.prefetch import read_ahead
+from megatron.training.data.loaders import read_ahead
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.models.registry import shape_of_microbatch
 from megatron.training.process import exit_report
