@@ -112,8 +112,8 @@ class BlendedDataset(torch.utils.data.Dataset[Sample]):
             return self._build()
         stem = f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}"
         prefix = os.path.join(directory, stem)
-        names = ("dataset_index", "dataset_sample_index")
-        return cached_arrays(prefix, self.unique_description, names, self._build)
+        shapes: dict[str, tuple[int, ...]] = {"dataset_index": (), "dataset_sample_index": ()}
+        return cached_arrays(prefix, self.unique_description, shapes, self._build)
 
     def _build(self) -> tuple[np.ndarray, np.ndarray]:
         size = int(sum(self.weights)) if self.size is None else self.size

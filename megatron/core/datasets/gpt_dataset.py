@@ -140,6 +140,9 @@ class GPTIndices(NamedTuple):
     shuffle_index: np.ndarray
 
 
+_SHAPES: dict[str, tuple[int, ...]] = dict(zip(GPTIndices._fields, ((), (2,), ()), strict=True))
+
+
 def build_indices(request: SampleRequest) -> GPTIndices:
     """Build the index arrays in memory.
 
@@ -315,6 +318,8 @@ class GPTDataset(MegatronDataset):
         try:
             bounds = self.sample_index[sample : sample + 2].tolist()
             (first, first_offset), (last, last_offset) = bounds
+            if first_offset < 0:
+                raise IndexError(f"a sample at token {first_offset}")
             documents = self.document_index[first : last + 1]
             stop = last_offset + int(self.config.add_extra_token_to_sequence)
             for document in documents[:-1].tolist():
@@ -326,7 +331,7 @@ class GPTDataset(MegatronDataset):
             text[filled : filled + len(piece)] = piece
         except DataError:  # a ValueError too
             raise
-        except (IndexError, TypeError, ValueError) as error:
+        except (IndexError, MemoryError, TypeError, ValueError) as error:
             prefix = self._cache_prefix(self.index_split.name)
             raise DataError(
                 f"{prefix}-*.npy do not belong to {self.dataset_path} ({error}): remove them"
@@ -359,7 +364,7 @@ class GPTDataset(MegatronDataset):
         # The description has neither of these two settings.
         source = [*self.dataset.identity, drops, config.add_extra_token_to_sequence]
         documents, samples, shuffle = cached_arrays(
-            prefix, self.unique_description, GPTIndices._fields, build, source
+            prefix, self.unique_description, _SHAPES, build, source
         )
         logger.info(
             "%s: %d samples, %d tokens an epoch, %d epochs",

@@ -169,10 +169,10 @@ class ImageTextDataset(ReplacedSamples):
         (lengths,) = cached_arrays(
             prefix,
             description,
-            ("lengths",),
+            {"lengths": (2,)},
             lambda: [np.array([self._lengths_of(i) for i in range(len(self.dataset))], np.int64)],
         )
-        return lengths[:, :2]  # earlier releases counted tiles too
+        return lengths
 
     def _lengths_of(self, element: int) -> tuple[int, int]:
         """Return tokens and positions of a sample, 0 if it cannot be used."""

@@ -16,7 +16,7 @@ import socket
 import threading
 import tokenize
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import BinaryIO, TypeVar
 
 import numpy as np
@@ -71,12 +71,13 @@ def build_once(
 def cached_arrays(
     prefix: str,
     description: str,
-    names: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
     build: Callable[[], Sequence[np.ndarray]],
     source: Sequence[int] = (),
 ) -> Sequence[np.ndarray]:
     """Return the arrays ``prefix-NAME.npy``; if they are missing, one process builds them.
 
+    ``shapes``: name of each array -> shape of its elements.
     Arrays are rebuilt if they are damaged, have another ``description``, or were built from another
     ``source``: numbers that tell other data under the same name.  The description is written last,
     so its file marks a complete cache.  ``prefix-crc.json`` holds the CRC-32 of each array file and
@@ -86,7 +87,7 @@ def cached_arrays(
     collective.
     """
     path, crc_path = f"{prefix}-description.txt", f"{prefix}-crc.json"
-    paths = [f"{prefix}-{name}.npy" for name in names]
+    paths = [f"{prefix}-{name}.npy" for name in shapes]
 
     def is_described() -> bool:
         with open(path, "rb") as file:
@@ -109,7 +110,7 @@ def cached_arrays(
         except (OSError, ValueError, TypeError, RecursionError) as error:
             warn_once(f"{prefix}-*.npy are damaged and are built again: {error}")
             return None
-        arrays = _load_arrays(paths)
+        arrays = _load_arrays(paths, shapes.values())
         is_same &= stored_source in (None, [*source])
         is_trusted = crcs and stored_source is not None
         is_trusted = is_trusted or not os.access(os.path.dirname(path) or ".", os.W_OK)
@@ -125,7 +126,7 @@ def cached_arrays(
         built = build()
         with contextlib.suppress(FileNotFoundError):
             if is_described() and f'"{_SOURCE}"'.encode() not in read_checks():
-                found = _load_arrays(paths)
+                found = _load_arrays(paths, shapes.values())
                 if found and all(map(np.array_equal, found, built)):
                     with contextlib.suppress(OSError):
                         write_crcs()
@@ -145,10 +146,14 @@ _SOURCE = "source"  # in prefix-crc.json
 _OF_OTHER_DATA = "{}-*.npy belong to other data and are built again"
 
 
-def _load_arrays(paths: Sequence[str]) -> list[np.ndarray]:
-    """Return the array of each path; nothing if one is missing or damaged."""
+def _load_arrays(paths: Sequence[str], shapes: Iterable[tuple[int, ...]]) -> list[np.ndarray]:
+    """Return the array of each path; nothing if one is missing, damaged or of another form."""
     arrays = [array for path in paths if (array := load_array(path)) is not None]
-    return arrays if len(arrays) == len(paths) else []
+    fits = len(arrays) == len(paths) and all(
+        array.ndim and array.shape[1:] == shape and array.dtype.kind in "iub"
+        for array, shape in zip(arrays, shapes, strict=True)
+    )
+    return arrays if fits else []
 
 
 def _crcs_of(paths: Sequence[str]) -> dict[str, int]:

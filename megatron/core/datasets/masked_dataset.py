@@ -324,9 +324,9 @@ class MaskedWordPieceDataset(MegatronDataset):
             self._log_unused_documents(documents, min_sentences_per_sample, len(mapping))
             return [mapping]
 
-        names = ["sample_index"]
+        shapes = {"sample_index": (3,)}
         (found,) = cached_arrays(
-            self._cache_prefix(), self.unique_description, names, build, self.dataset.identity
+            self._cache_prefix(), self.unique_description, shapes, build, self.dataset.identity
         )
         return found
 

@@ -85,7 +85,7 @@ class TarShard:
             name = hashlib.md5(os.path.abspath(path).encode(), usedforsecurity=False).hexdigest()
             prefix = os.path.join(cache_directory, f"{name}-{os.path.basename(path)}.index")
         # members i64 [m, 4]: sample, kind, offset and size in bytes of a file of the tar
-        (self._members,) = cached_arrays(prefix, description, ("members",), self._build)
+        (self._members,) = cached_arrays(prefix, description, {"members": (4,)}, self._build)
 
     def __len__(self) -> int:
         return int(self._members[-1, 0]) + 1

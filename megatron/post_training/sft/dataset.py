@@ -43,7 +43,7 @@ from megatron.training.tokenizer.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
 
-_ARRAYS = ("tokens", "is_trained", "ends")
+_ARRAYS: dict[str, tuple[int, ...]] = {"tokens": (), "is_trained": (), "ends": ()}
 
 
 @dataclass(kw_only=True)

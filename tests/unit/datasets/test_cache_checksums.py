@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -134,6 +135,23 @@ def test_a_cache_without_checksums_is_accepted_and_gets_them(
     assert caplog.text == ""
     assert crc.read_text() == written
     assert times == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cache").glob("*.npy")}
+
+
+def test_checksums_of_an_earlier_release_are_compared_once_and_completed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build = gpt(tmp_path)
+    build()
+    (crc,) = (tmp_path / "cache").glob("*-crc.json")
+    written = crc.read_text()
+    crcs = json.loads(written)
+    del crcs["source"]
+    crc.write_text(json.dumps(crcs))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        build()
+    assert caplog.text == ""
+    assert crc.read_text() == written
 
 
 def test_a_read_only_cache_without_checksums_is_read(
