@@ -109,8 +109,8 @@ class ResilienceConfig:
     enable_ft_package: bool = _ft_package(
         False,
         "Find a rank that hangs by time limits of sections (setup, step, checkpointing), and end "
-        "the run.  NVIDIA's rank monitor enforces them under ft_launcher, otherwise the ranks "
-        "watch each other, or the supervisor (tools/launch.py) watches them.",
+        "the run.  NVIDIA's rank monitor enforces them under ft_launcher, the supervisor under "
+        "tools/launch.py; under torchrun they are only learned.",
     )
     calc_ft_timeouts: bool = _ft_package(
         False,
