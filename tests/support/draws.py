@@ -40,8 +40,7 @@ DEGREES = {
 FIRST = {**dict.fromkeys(AXES, 0.9), "sequence": 0.7, "sharded": 0.3, "experts": 0.9, "ep": 0.7}
 LIKELY = {"attention": 0.3, **dict.fromkeys(("precision", "codes", "state", "host"), 0.1)}
 LIKELY |= dict.fromkeys(("reduced in", "left out", "ends", "codes gathered"), 0.05)
-LIKELY |= {"activations": 0.2, "graphs": 0.2, "compiled": 0.03}
-QUICK = 20  # seeds below it do not draw the compiler, which takes half a minute to start
+LIKELY |= {"activations": 0.2, "graphs": 0.2}
 TRIES = 20  # on the same degrees, which may be refused beside the feature that was asked for
 # On a CPU they have none, and stand-ins (`runs.train_gpt`, `layouts.trace`).
 STAND_IN = tuple(
@@ -82,7 +81,7 @@ def draw(seed: int, of: str | None = None) -> Draw:
     refused: list[str] = []
     for attempt in count():
         if attempt % TRIES == 0:
-            degrees, groups = _any_degrees(rng, has_compiler=seed >= QUICK)
+            degrees, groups = _any_degrees(rng)
         sizes = _any_sizes(rng, degrees)
         chosen = [of or rng.choice(rng.choice(sorted(groups.items()))[1])]
         for group, share in FIRST.items():
@@ -101,9 +100,7 @@ def draw(seed: int, of: str | None = None) -> Draw:
     return Draw(seed, case_of(chosen, sizes), tuple(refused), of)
 
 
-def _any_degrees(
-    rng: random.Random, *, has_compiler: bool
-) -> tuple[dict[str, int], dict[str, list[str]]]:
+def _any_degrees(rng: random.Random) -> tuple[dict[str, int], dict[str, list[str]]]:
     """Of the axes, and the features that are open on them, by group."""
     degrees: dict[str, int] = {}
     max_ranks = rng.choice((2, 4, MAX_RANKS))  # fewer ranks: more draws in the same time
@@ -111,10 +108,7 @@ def _any_degrees(
         degrees = {axis: rng.choice(choices) for axis, choices in DEGREES.items()}
     if 2 * prod(degrees.values()) <= max_ranks:
         degrees["instances"] = rng.choice((1, 2))
-    groups = _open_groups(degrees, has_experts=rng.random() < 0.5)
-    if not has_compiler:
-        del groups["compiled"]
-    return degrees, groups
+    return degrees, _open_groups(degrees, has_experts=rng.random() < 0.5)
 
 
 def _problems(case: Case) -> list[str]:
