@@ -29,7 +29,8 @@ KINDS = {
     "4 bits, fully sharded": f"--use-torch-fsdp2 --bf16 --fp4-format e2m1 {DROPOUT}",
     "moments of 8 bits": (
         "--use-distributed-optimizer --bf16 --use-precision-aware-optimizer --exp-avg-dtype fp8 "
-        "--exp-avg-sq-dtype fp8 --recompute-granularity adaptive"
+        "--exp-avg-sq-dtype fp8 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1"
     ),
 }
 

@@ -59,7 +59,6 @@ KINDS = {
     ),
     "nvfp4": (1, "--fp4-format e2m1 --bf16"),
     # Losses have the same bits; the search for what need not be computed again begins anew.
-    "recompute-as-fits": (1, f"{DROPOUT} --recompute-granularity adaptive"),
     "zero-3": (2, f"{SHARD} optim_grads_params"),
     "ramp-up": (1, "--rampup-batch-size 2 2 24 --global-batch-size 6 --train-samples 90"),
     "decoupled-lr": (
@@ -101,7 +100,6 @@ DEFAULT = (
     "zero-1",
     "state-in-fewer-bits",
     "fp8-gathered",
-    "recompute-as-fits",
     "zero-3",
     "ramp-up",
     "hybrid",

@@ -92,7 +92,6 @@ SMALL_FILES: dict[str, str] = {
     "megatron/training/activations.py": _OF_MEGATRON,
     "megatron/training/arguments/sections.py": _IN_ALL,
     "megatron/training/arguments/tokenizer_flags.py": "imports no torch: programs read it first",
-    "megatron/training/callbacks/fault_tolerance.py": "a callback of its own",
     "megatron/training/config/preference.py": "a section of the configuration",
     "megatron/training/process/early_sigterm.py": "imported before everything else",
 }

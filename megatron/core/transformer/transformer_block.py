@@ -100,10 +100,6 @@ class TransformerBlock(MegatronModule):
             layer = build_module(layer_spec, config=config, layer_number=i + 1, offered=offered)
             quantize_layer(layer, config, i, pg_collection=pg_collection)
             self.layers.append(layer)
-        # Number of first layers with full recomputation, which adaptive recomputation changes; None
-        # if the config decides.
-        is_adaptive = config.recompute_granularity == "adaptive"
-        self.recomputed_layers = len(self.layers) if is_adaptive else None
         self.graphs: LayerGraphs | None = None
         if config.captures_layers and device.records_graphs():
             whole, num_steps = config.cuda_graph_scope == "full", config.cuda_graph_warmup_steps
@@ -157,9 +153,9 @@ class TransformerBlock(MegatronModule):
         """Return the units in which the layers run; recomputed ones come first."""
         config, end = self.config, len(self.layers)
         covered, size = 0, config.recompute_num_layers or 1
-        if config.recompute_granularity in ("full", "adaptive") and self.training:
-            covered = end if self.recomputed_layers is None else self.recomputed_layers
-            if self.recomputed_layers is None and config.recompute_method == "block":
+        if config.recompute_granularity == "full" and self.training:
+            covered = end
+            if config.recompute_method == "block":
                 covered, size = min(size, end), 1
         spans = [Span(i, min(i + size, covered), True) for i in range(0, covered, size)]
         if covered < end and (self.graphs is not None or self.offload is not None):

@@ -77,9 +77,9 @@ class ResidualLayer(MegatronModule):
             "layer_number": layer_number,
         }
         # The norm's output is the residual too with this flag, so its memory cannot be freed.
-        self.may_recompute_norms = not config.apply_residual_connection_post_layernorm
         self.recomputes_norms = (
-            self.may_recompute_norms and "layernorm" in config.modules_to_recompute
+            not config.apply_residual_connection_post_layernorm
+            and "layernorm" in config.modules_to_recompute
         )
 
     def capture_parts(self, *, whole: bool) -> tuple[LayerRun | None, LayerRun | None]:

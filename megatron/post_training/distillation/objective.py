@@ -192,7 +192,7 @@ def check_pairs(pairs: Sequence[LayerPair], student: RunConfig, teacher: RunConf
             "one size can be compared; leave the pairs out"
         )
     granularity = student.model.recompute_granularity
-    if granularity in ("full", "adaptive") and any(pair.student is not None for pair in pairs):
+    if granularity == "full" and any(pair.student is not None for pair in pairs):
         raise ConfigError(
             f"{what}: --recompute-granularity {granularity} does not keep the outputs of layers: "
             "use selective, or compare decoder.final_layernorm"

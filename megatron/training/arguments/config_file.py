@@ -122,10 +122,10 @@ def set_defaults_from(parser: Parser, content: Mapping[str, object], path: str) 
         for f, opt in options_of(cls)
         if dest_of(f, opt) != f.name
     }
-    translation = translate(dict(content))
-    parser.problems.extend(f"--yaml-cfg {path}: {problem}" for problem in translation.problems)
-    parser.warnings.extend(f"--yaml-cfg {path}: {warning}" for warning in translation.warnings)
-    for key, value in translation.values.items():
+    values, problems, warnings = translate(dict(content))
+    parser.problems.extend(f"--yaml-cfg {path}: {problem}" for problem in problems)
+    parser.warnings.extend(f"--yaml-cfg {path}: {warning}" for warning in warnings)
+    for key, value in values.items():
         dest, inverted = (key, False) if key in actions else names.get(key, (key, False))
         if dest not in actions:
             parser.problems.append(f"--yaml-cfg {path}: {parser.unknown_dest(key)}")

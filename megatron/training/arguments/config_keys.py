@@ -8,28 +8,8 @@ its default; otherwise it is refused, or ignored with a warning.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron.core.config.parse import parse_table
-
-
-@dataclass(frozen=True)
-class ConfigField:
-    """A config field that no flag sets."""
-
-    default: bool | None  # the value that requests nothing, like null
-    reason: str
-    is_refused: bool  # otherwise ignored
-
-
-@dataclass(frozen=True)
-class Translation:
-    """Values by dest, and messages about keys that cannot be translated."""
-
-    values: dict[str, object]
-    problems: list[str]
-    warnings: list[str]
-
 
 # field -> dest
 RENAMED = {
@@ -98,40 +78,45 @@ hetereogenous_dist_checkpoint=False is_hybrid_model=False |
 """
 
 
-def _fields(text: str, *, is_refused: bool) -> dict[str, ConfigField]:
+def _fields(text: str) -> dict[str, tuple[bool | None, str]]:
+    """Return the keys of a table: the value that requests nothing, like null, and the reason."""
     return {
-        key: ConfigField({"": None}.get(default, default == "True"), reason, is_refused)
+        key: ({"": None}.get(default, default == "True"), reason)
         for keys, reason in parse_table(text).items()
         for key, _, default in (word.partition("=") for word in keys.split())
     }
 
 
-FIELDS = _fields(_REFUSED, is_refused=True) | _fields(_IGNORED, is_refused=False)
+REFUSED, IGNORED = _fields(_REFUSED), _fields(_IGNORED)
 
 # Keys that a function below translates.
 _TRANSLATED = ("activation_func", "gated_linear_unit", "bias_activation_fusion", "init_method")
-NAMES = (*FIELDS, *RENAMED, *_TRANSLATED)
+NAMES = (*REFUSED, *IGNORED, *RENAMED, *_TRANSLATED)
 
 
-def translate(content: dict[str, object]) -> Translation:
-    """Replace config fields in ``content`` (key -> value) by the dests of flags."""
-    values = {RENAMED.get(key, key): value for key, value in content.items() if key not in FIELDS}
+def translate(content: dict[str, object]) -> tuple[dict[str, object], list[str], list[str]]:
+    """Replace config fields in ``content`` (key -> value) by the dests of flags.
+
+    Returns values by dest, and the error messages and warnings about keys without a flag.
+    """
+    fields = REFUSED | IGNORED
+    values = {RENAMED.get(key, key): value for key, value in content.items() if key not in fields}
     given = {key: values.pop(key) for key in _TRANSLATED if key in values}
     warnings: list[str] = []
     problems = [*_activation(given, values), *_initialization(given, values)]
     if given.get("bias_activation_fusion") is False:  # of all activations
         values = dict.fromkeys(_BIAS_FUSIONS, False) | values
     for key, value in content.items():
-        field = FIELDS.get(key)
-        if field is None or value is None or value == field.default:
+        default, reason = fields.get(key, (None, ""))
+        if key not in fields or value is None or value == default:
             continue
-        if field.is_refused:
-            problems.append(_unavailable(key, value, field.reason))
-        elif isinstance(field.default, bool) and not isinstance(value, bool):
+        if key in REFUSED:
+            problems.append(_unavailable(key, value, reason))
+        elif isinstance(default, bool) and not isinstance(value, bool):
             problems.append(f"{key}: {value!r} is not true or false")
         else:
-            warnings.append(f"{key} {value} is without effect: {field.reason}")
-    return Translation(values, problems, warnings)
+            warnings.append(f"{key} {value} is without effect: {reason}")
+    return values, problems, warnings
 
 
 def _unavailable(key: str, value: object, fix: str) -> str:

@@ -245,12 +245,20 @@ def positions(ns: Namespace) -> None:
         ns.apply_rope_fusion = False
 
 
-def recomputation(ns: Namespace) -> None:
-    """Translate two older flags for --recompute-granularity selective.
+def recomputation(ns: Namespace) -> Iterator[str]:
+    """Translate two older flags for --recompute-granularity selective, and adaptive into full.
 
     --recompute-activations selects it.  So does --moe-layer-recompute with --num-experts, which
     also adds ``moe`` to --recompute-modules.
     """
+    if ns.recompute_granularity == "adaptive":
+        ns.recompute_granularity = "full"
+        ns.recompute_method = ns.recompute_method or "uniform"
+        ns.recompute_num_layers = ns.recompute_num_layers or 1
+        yield (
+            "--recompute-granularity adaptive recomputes all layers, as full does: give "
+            "--check-only with --check-device-memory-gib to find less recomputation that fits"
+        )
     if ns.recompute_activations:
         ns.recompute_granularity = "selective"
     if ns.moe_layer_recompute and ns.num_experts:

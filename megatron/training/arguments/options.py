@@ -18,49 +18,49 @@ from typing import Any
 from megatron.core.config.option import Option, cli_default, dest_of, flag_of, options_of
 
 # Headings of --help in Megatron-LM's order, then our own.
-GROUPS = (
-    "network size",
-    "regularization",
-    "training",
-    "initialization",
-    "learning rate",
-    "checkpointing",
-    "mixed precision",
-    "distributed",
-    "validation",
-    "data and dataloader",
-    "tokenizer",
-    "autoresume",
-    "biencoder",
-    "vision",
-    "MIMO",
-    "ModelOpt",
-    "moe",
-    "mla",
-    "heterogeneous architecture",
-    "logging",
-    "straggler",
-    "workload inspector",
-    "inference",
-    "Transformer-Engine",
-    "retro",
-    "experimental",
-    "one logger",
-    "In-process restart",
-    "ft_package",
-    "config logger",
-    "rerun engine",
-    "msc",
-    "kitchen",
-    "sft",
-    "preference",
-    "adapters",
-    "distillation",
-    "rl",
-    "Logits Distillation",
-    "device and checks",
-    "extensions",
-)
+GROUPS = """
+network size
+regularization
+training
+initialization
+learning rate
+checkpointing
+mixed precision
+distributed
+validation
+data and dataloader
+tokenizer
+autoresume
+biencoder
+vision
+MIMO
+ModelOpt
+moe
+mla
+heterogeneous architecture
+logging
+straggler
+workload inspector
+inference
+Transformer-Engine
+retro
+experimental
+one logger
+In-process restart
+ft_package
+config logger
+rerun engine
+msc
+kitchen
+sft
+preference
+adapters
+distillation
+rl
+Logits Distillation
+device and checks
+extensions
+""".strip().splitlines()
 
 
 _METAVAR: dict[object, str] = {int: "N", float: "X", str: "TEXT"}

@@ -8,10 +8,8 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.training.arguments.flat_values import flat_values
-from megatron.training.callbacks.adaptive_recompute import AdaptiveRecompute
 from megatron.training.callbacks.console import ConsoleSink
 from megatron.training.callbacks.energy import energy_meter
-from megatron.training.callbacks.fault_tolerance import Sections
 from megatron.training.callbacks.metrics import Metrics
 from megatron.training.callbacks.metrics_file import MetricsFileSink
 from megatron.training.callbacks.periodic import (
@@ -19,18 +17,18 @@ from megatron.training.callbacks.periodic import (
     EvaluationCallback,
     ExitConditions,
     ManualGC,
+    Sections,
     TrainSync,
 )
 from megatron.training.callbacks.profiler import MemoryHistory, NsysRange, TorchProfiler
 from megatron.training.callbacks.progress_log import ProgressLog
-from megatron.training.callbacks.records import SinkList
+from megatron.training.callbacks.records import Sink, open_sink
 from megatron.training.callbacks.straggler import Straggler
 from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.user import user_callbacks
 from megatron.training.callbacks.wandb import WandbSink, wandb_folder
 from megatron.training.fault_tolerance import sections
 from megatron.training.models.registry import registered
-from megatron.training.process.rank_print import ranks_here
 from megatron.training.process.signals import catch_stop_signal
 from megatron.training.step.run import Callback, CallbackList, ModelRun
 
@@ -50,9 +48,6 @@ def _in_order(run: ModelRun) -> Iterator[Callback]:
         yield TorchProfiler(rank) if profiling.use_pytorch_profiler else NsysRange()
     if profiling.record_memory_history and device.is_cuda():
         yield MemoryHistory()
-    if config.model.recompute_granularity == "adaptive":
-        fraction, interval = config.model.memory_budget_fraction, config.logging.log_interval
-        yield AdaptiveRecompute(fraction, interval, ranks_here())
     if config.training.train_sync_interval:
         yield TrainSync(config.training.train_sync_interval)
     yield Metrics(_sinks(run), energy_meter() if config.logging.log_energy else None)
@@ -76,23 +71,24 @@ def _in_order(run: ModelRun) -> Iterator[Callback]:
     yield from user_callbacks(config.extensions.callback)
 
 
-def _sinks(run: ModelRun) -> SinkList:
+def _sinks(run: ModelRun) -> list[Sink]:
     """Return the sinks of this rank: all that are configured on the last rank, none on others."""
-    sinks = SinkList()
+    sinks: list[Sink] = []
     if not run.is_last_loss_rank:
         return sinks
     config, state = run.config, run.state
     arguments = flat_values(config)
-    sinks.open("console output", ConsoleSink)
+    open_sink(sinks, "console output", ConsoleSink)
     if (path := config.logging.metrics_file) is not None:
-        sinks.open(f"metrics file {path}", lambda: MetricsFileSink(path, state.iteration))
+        open_sink(sinks, f"metrics file {path}", lambda: MetricsFileSink(path, state.iteration))
     if config.logging.tensorboard_dir is not None:
-        sinks.open(
+        open_sink(
+            sinks,
             f"TensorBoard log {config.logging.tensorboard_dir}",
             lambda: TensorBoardSink(config.logging, arguments, state.iteration),
         )
     if config.logging.wandb_project:
         folder = wandb_folder(config)
         name = f"Weights & Biases run {config.logging.wandb_exp_name} in {folder}"
-        sinks.open(name, lambda: WandbSink(config, arguments))
+        open_sink(sinks, name, lambda: WandbSink(config, arguments))
     return sinks

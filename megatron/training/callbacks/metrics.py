@@ -19,7 +19,7 @@ from megatron.core import device
 from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.diagnostics.timers import TENSORBOARD, largest_s
 from megatron.training.callbacks.energy import EnergyMeter
-from megatron.training.callbacks.records import EvalRecord, SinkList, StepRecord
+from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
 from megatron.training.callbacks.user import user_values
 from megatron.training.checkpointing.checkpointer import CheckpointEvent
 from megatron.training.estimates.flops import (
@@ -35,6 +35,7 @@ from megatron.training.step.run import (
     ModelRun,
     PauseReason,
     TrainingRun,
+    call_each,
 )
 
 # In the order in which they are printed.
@@ -51,9 +52,13 @@ _INTERVAL_TIMER = "interval-time"
 
 
 class Metrics(Callback):
-    """Callback that logs a run.  ``sinks`` is empty on all ranks but the last."""
+    """Callback that logs a run.
 
-    def __init__(self, sinks: SinkList, energy: EnergyMeter | None = None) -> None:
+    ``sinks`` is empty on all ranks but the last.  One that fails is removed with a warning and does
+    not end training.
+    """
+
+    def __init__(self, sinks: list[Sink], energy: EnergyMeter | None = None) -> None:
         self._sinks = sinks
         self._energy = energy
         self._interval = Interval()
@@ -142,17 +147,21 @@ class Metrics(Callback):
         suffix = "" if result.set_index is None else f"-{result.set_index}"
         before = self._evaluated_at.get((result.split, suffix))
         self._evaluated_at[result.split, suffix] = iteration
-        self._sinks.write_eval(
-            EvalRecord(
-                iteration=iteration,
-                consumed_samples=run.state.consumed_train_samples,
-                losses=dict(result.losses),
-                split=result.split,
-                suffix=suffix,
-                is_final=result.is_final,
-                is_repeated=result.is_final and before == iteration,
-            )
+        record = EvalRecord(
+            iteration=iteration,
+            consumed_samples=run.state.consumed_train_samples,
+            losses=dict(result.losses),
+            split=result.split,
+            suffix=suffix,
+            is_final=result.is_final,
         )
+        is_repeated = result.is_final and before == iteration
+
+        def write(sink: Sink) -> None:
+            if sink.takes_repeated_evals or not is_repeated:
+                sink.write_eval(record)
+
+        call_each(self._sinks, write)
 
     def on_checkpoint(self, run: TrainingRun, event: CheckpointEvent) -> None:
         self._stall_s += event.stall_s
@@ -165,12 +174,13 @@ class Metrics(Callback):
 
     def close(self) -> None:
         self._write_pending()
-        self._sinks.close()
+        call_each(self._sinks, lambda sink: sink.close())
+        self._sinks.clear()
         if self._energy is not None:
             self._energy.close()
 
     def writers(self) -> Mapping[str, Any]:
-        return self._sinks.writers()
+        return {sink.name: sink.writer for sink in self._sinks if sink.writer is not None}
 
     def _write_pending(self) -> None:
         """Write the pending record to the sinks.
@@ -183,7 +193,8 @@ class Metrics(Callback):
         record, losses, others = self._pending
         self._pending = None
         values = {**record.values, **_read(others)}
-        self._sinks.write_step(replace(record, losses=_read(losses), values=values))
+        record = replace(record, losses=_read(losses), values=values)
+        call_each(self._sinks, lambda sink: sink.write_step(record))
 
     def _times(self, run: TrainingRun) -> dict[str, float]:
         """Return the seconds per step of timers since the last write, and those of saves in all.

@@ -1,4 +1,4 @@
-"""What a run does every so many steps: evaluate, save, stop, collect garbage, synchronize.
+"""What a run does in a step or every so many: sections, evaluations, saves, stops, garbage.
 
 Exit conditions are checked after logging, evaluation and the regular save, in the order of
 `ExitConditions`.  The first that holds is the reported reason.  The run then saves a checkpoint,
@@ -22,11 +22,47 @@ import torch
 from megatron.core import device
 from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.training.checkpointing.paths import checkpoint_folder
+from megatron.training.fault_tolerance import sections
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.process.signals import StopSignal
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.evaluate import evaluate_all, minutes_over_limit, received_anywhere
-from megatron.training.step.run import Callback, PauseReason, TrainingRun
+from megatron.training.step.run import Callback, ModelRun, PauseReason, TrainingRun
+
+
+class Sections(Callback):
+    """Report training steps, steps of evaluations and checkpoints to the `Monitor` of this rank.
+
+    It is the first callback, so that a step ends before the work around it.  Collective over all
+    ranks with --calc-ft-timeouts: see `Monitor.learn`.
+    """
+
+    def on_step_start(self, run: TrainingRun) -> None:
+        sections.monitor.begin_step(run.state.iteration + 1)
+
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
+        sections.monitor.end_step()
+
+    def on_eval_step_start(self, run: ModelRun) -> None:
+        sections.monitor.begin("step")
+
+    def on_eval_step_end(self, run: ModelRun) -> None:
+        sections.monitor.end("step")
+
+    def on_pause(self, run: TrainingRun, reason: PauseReason) -> None:
+        if reason == "checkpoint":
+            sections.monitor.begin("checkpointing")
+
+    def on_resume(self, run: TrainingRun, reason: PauseReason) -> None:
+        if reason == "checkpoint":
+            sections.monitor.end("checkpointing")
+            sections.monitor.learn()
+
+    def on_train_end(self, run: TrainingRun) -> None:
+        sections.monitor.learn()
+
+    def close(self) -> None:
+        sections.monitor.close()
 
 
 class EvaluationCallback(Callback):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.training.step.run import SINK_ERRORS, call_each, warn_switched_off
+from megatron.training.step.run import SINK_ERRORS, warn_switched_off
 
 _LIKELIHOOD = "lm loss"  # mean negative log-likelihood of a token
 
@@ -42,7 +42,6 @@ class EvalRecord:
     split: Literal["validation", "test"]
     suffix: str  # "" or, with several validation sets, "-0", "-1", ...
     is_final: bool
-    is_repeated: bool = False  # the same evaluation was logged at this iteration before
 
     @property
     def perplexities(self) -> dict[str, float]:
@@ -62,7 +61,7 @@ class Sink(ABC):
 
     name: str
     log_name: str
-    takes_repeated_evals = False  # whether it writes an EvalRecord with ``is_repeated``
+    takes_repeated_evals = False  # whether it writes an evaluation again at the end of the run
 
     @abstractmethod
     def write_step(self, record: StepRecord) -> None:
@@ -82,40 +81,12 @@ class Sink(ABC):
         return None
 
 
-class SinkList:
-    """A list of sinks; one that fails is removed with a warning and does not end training."""
-
-    def __init__(self) -> None:
-        self._sinks: list[Sink] = []
-
-    def open(self, log_name: str, make: Callable[[], Sink]) -> None:
-        """Add the sink that ``make`` returns; if that fails, warn instead."""
-        try:
-            sink = make()
-        except SINK_ERRORS as error:
-            warn_switched_off(log_name, error)
-            return
-        sink.log_name = log_name
-        self._sinks.append(sink)
-
-    def write_step(self, record: StepRecord) -> None:
-        """Pass a step to every sink."""
-        call_each(self._sinks, lambda sink: sink.write_step(record))
-
-    def write_eval(self, record: EvalRecord) -> None:
-        """Pass an evaluation to every sink, a repeated one only to sinks that take it."""
-
-        def write(sink: Sink) -> None:
-            if sink.takes_repeated_evals or not record.is_repeated:
-                sink.write_eval(record)
-
-        call_each(self._sinks, write)
-
-    def close(self) -> None:
-        """Close and remove all sinks."""
-        call_each(self._sinks, lambda sink: sink.close())
-        self._sinks.clear()
-
-    def writers(self) -> dict[str, Any]:
-        """Return name -> writer of the sinks that have a writer."""
-        return {sink.name: sink.writer for sink in self._sinks if sink.writer is not None}
+def open_sink(sinks: list[Sink], log_name: str, make: Callable[[], Sink]) -> None:
+    """Append the sink that ``make`` returns; if that fails, warn instead."""
+    try:
+        sink = make()
+    except SINK_ERRORS as error:
+        warn_switched_off(log_name, error)
+        return
+    sink.log_name = log_name
+    sinks.append(sink)

@@ -108,6 +108,8 @@ vision_pretraining | Pretrain a vision model. | the entry script, or --model-kin
     trained
 """,
     "training": """
+memory_budget_fraction float 0.9 | Fraction of device memory for activations that are kept. |
+    --check-only with --check-device-memory-gib finds the recomputation that fits
 enable_gloo_process_groups bool True --disable-gloo-process-groups | Do not create gloo process
     groups beside the NCCL ones. | only groups that are used are made
 deprecated_use_mcore_models --use-mcore-models | Deprecated; the models of Megatron-LM's core

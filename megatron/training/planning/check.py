@@ -6,8 +6,6 @@ bubble are those of `megatron.training.planning`.
 
 from __future__ import annotations
 
-import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -25,7 +23,6 @@ from megatron.training.runtime.setup import grids_of
 
 _BYTES_PER_GIB = 2**30
 _SHOWN_RANKS = 8
-_SILENT_S = 3.0  # before progress is reported
 
 
 def check_only(
@@ -55,7 +52,7 @@ def check_only(
         run = replace(run, tokenizer=replace(run.tokenizer, vocab_size=vocabulary.size))
         limit = args.check_device_memory_gib
         memory = None if limit is None else limit * _BYTES_PER_GIB
-        planned = plan_run(run, args.check_rank, memory=memory, progress=_progress())
+        planned = plan_run(run, args.check_rank, memory=memory)
     except (ConfigError, MissingDependency) as error:
         write(str(error))
         for line in _noted("missing files", missing):
@@ -81,17 +78,6 @@ def check_only(
     for line in _suggest_fix(args, run, planned.number_of_fullest, memory):
         write(line)
     return ConfigError.exit_code
-
-
-def _progress() -> Callable[[str], None]:
-    """Return a function that prints to standard error once planning has taken some seconds."""
-    begin = time.monotonic()
-
-    def tell(line: str) -> None:
-        if time.monotonic() - begin > _SILENT_S:
-            print(line, file=sys.stderr, flush=True)
-
-    return tell
 
 
 def _suggest_fix(args: Namespace, config: RunConfig, fullest: int, limit: float) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.pipeline_parallel.communication_plan import Pass, inputs
@@ -76,13 +76,11 @@ def plan_run(
     *,
     only: int | None = None,
     memory: float | None = None,
-    progress: Callable[[str], object] | None = None,
 ) -> RunPlan:
     """Plan the pipeline group of ``rank``.
 
     ``only``: index of the single stage to plan; -1 is the last.  ``memory``: bytes of a device, if
-    known; settings that depend on it are resolved with it.  ``progress`` receives a line before
-    each stage that is traced.
+    known; settings that depend on it are resolved with it.
     """
     if config.distillation.logits_save_dir is not None:
         # That run makes forward passes alone: plan the training of its model, which needs more.
@@ -114,8 +112,6 @@ def plan_run(
         layers = tuple(ranges[placement.stage(number, c)] for c in range(num_chunks))
         kind = _kind(config, placement, number, layers)
         if kind not in known:
-            if progress is not None:
-                progress(f"planning pipeline stage {number + 1} of {num_ranks} ...")
             known[kind] = cost_of_rank(config, pipeline[number], rows, shapes)
         stages.append(
             Stage(

@@ -30,7 +30,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 from torch import nn
 
@@ -229,19 +229,11 @@ class SinkFailed(Exception):
 SINK_ERRORS = (OSError, SinkFailed)
 
 
-class MaySink(Protocol):
-    """Object that the run calls and that may write a log."""
+def call_each(items: list[Any], act: Callable[[Any], object]) -> None:
+    """Call ``act`` for each of ``items``; remove an item whose log fails, with a warning.
 
-    @property
-    def log_name(self) -> str | None:
-        """Name of the log, with its file, for a warning; None for an object that writes none."""
-
-
-T = TypeVar("T", bound=MaySink)
-
-
-def call_each(items: list[T], act: Callable[[T], object]) -> None:
-    """Call ``act`` for each of ``items``; remove an item whose log fails, with a warning."""
+    ``log_name`` of an item is the name of the log that it writes, with its file, or None.
+    """
     for item in list(items):
         try:
             act(item)

@@ -57,7 +57,6 @@ SPEED = [
     "--recompute-activations",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
-    "--recompute-granularity adaptive",
     f"{PP} --num-layers-per-virtual-pipeline-stage 1 --overlap-p2p-communication-warmup-flush",
     f"{PP} --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
     f"{PP} --num-virtual-stages-per-pipeline-rank 2 --overlap-moe-expert-parallel-comm "

@@ -146,6 +146,17 @@ def test_old_spellings_of_features_still_choose_them() -> None:
     )
 
 
+def test_adaptive_recomputation_is_full_and_says_so() -> None:
+    run = run_of("--recompute-granularity adaptive --memory-budget-fraction 0.5")
+    m = run.model
+    found = m.recompute_granularity, m.recompute_method, m.recompute_num_layers
+    assert found == ("full", "uniform", 1)
+    assert [w.split(" ")[0] for w in run.warnings] == [
+        "--memory-budget-fraction",
+        "--recompute-granularity",
+    ]
+
+
 def test_biases_come_and_go_together() -> None:
     assert run_of().model.add_qkv_bias is True
     without = run_of("--disable-bias-linear").model

@@ -21,7 +21,7 @@ from megatron.training.callbacks import wandb as wandb_sink
 from megatron.training.callbacks.console import ConsoleSink
 from megatron.training.callbacks.metrics import Metrics
 from megatron.training.callbacks.metrics_file import MetricsFileSink
-from megatron.training.callbacks.records import EvalRecord, Sink, SinkList, StepRecord
+from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord, open_sink
 from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.wandb import WandbSink
 from megatron.training.step.run import CallbackList, EvalResult
@@ -45,10 +45,10 @@ class Recorder(Sink):
         self.evals.append(record)
 
 
-def sinks_of(*makers: Callable[[], Sink]) -> SinkList:
-    sinks = SinkList()
+def sinks_of(*makers: Callable[[], Sink]) -> list[Sink]:
+    sinks: list[Sink] = []
     for make in makers:
-        sinks.open("a sink", make)
+        open_sink(sinks, "a sink", make)
     return sinks
 
 

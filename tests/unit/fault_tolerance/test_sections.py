@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron.core.config.errors import ConfigError
 from megatron.training import ft_integration
-from megatron.training.callbacks.fault_tolerance import Sections
+from megatron.training.callbacks.periodic import Sections
 from megatron.training.fault_tolerance import sections
 from megatron.training.fault_tolerance.heartbeat import (
     OUT_OF_SECTION,

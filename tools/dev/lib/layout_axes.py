@@ -288,7 +288,6 @@ _FEATURES = (
            "--cpu-offloading --cpu-offloading-num-layers 1", is_layout=True),
     _drawn("graphs", "graphs", f"{GRAPHS} full", is_layout=True),
     _drawn("graphs", "graphs-of-attention", f"{GRAPHS} attn", is_layout=True),
-    _drawn("recompute", "recompute-adaptive", "--recompute-granularity adaptive", is_layout=True),
     _drawn("codes", "fp8-delayed", f"{WIDE} --fp8-format hybrid --fp8-amax-history-len 2"),
     _drawn("codes", "fp8-tensorwise", f"{WIDE} --fp8-format hybrid --fp8-recipe tensorwise"),
     _drawn("codes", "fp8-blockwise", f"{WIDE} --fp8-format e4m3 --fp8-recipe blockwise"),

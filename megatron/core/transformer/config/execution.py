@@ -17,8 +17,8 @@ class RecomputeConfig:
 
     recompute_granularity: str | None = _training(
         None,
-        "Activation recomputation: complete layers (full), --recompute-modules (selective), "
-        "or as little as fits --memory-budget-fraction (adaptive).",
+        "Activation recomputation: complete layers (full, or its old name adaptive) or "
+        "--recompute-modules (selective).",
         choices=("full", "selective", "adaptive"),
     )
     distribute_saved_activations: bool = _training(
@@ -40,10 +40,6 @@ class RecomputeConfig:
         "Modules of a layer to recompute with --recompute-granularity selective, such as "
         "core_attn, mlp and layernorm.",
         nargs="*",
-    )
-
-    memory_budget_fraction: float = _training(
-        0.9, "Fraction of device memory, 0 to 1, that --recompute-granularity adaptive may use."
     )
 
     cpu_offloading: bool = _training(

@@ -57,9 +57,6 @@ _RECOMPUTATION = rules(
         },
     ),
     {
-        "{found}: use a share greater than 0 and at most 1": given(
-            "--memory-budget-fraction", lambda share: not 0 < share <= 1
-        ),
         # the chunks of the logits are freed before that gradient would be computed
         "{--loss-chunk-size} and --defer-embedding-wgrad-compute exclude each other: keep the "
         "first to save the memory of the logits, the second to defer the output layer's weight "

@@ -7,7 +7,7 @@ from megatron.training.arguments.rules.rule import (
     Settings,
     first_of,
     given,
-    is_set,
+    named,
     refusal,
     rules,
     where,
@@ -116,16 +116,9 @@ _CHECKPOINTS = rules(
     where(
         lambda c: c.load is None,
         {
-            "{found} needs --load": lambda c: [
-                flag
-                for flag in (
-                    "--use-checkpoint-args",
-                    "--ckpt-step",
-                    "--load-newest-valid",
-                    "--exit-on-missing-checkpoint",
-                )
-                if is_set(c.value(flag))
-            ],
+            "{found} needs --load": named(
+                "--use-checkpoint-args --ckpt-step --load-newest-valid --exit-on-missing-checkpoint"
+            ),
             "--finetune needs --load or --pretrained-checkpoint": lambda c: (
                 c.finetune and c.pretrained_checkpoint is None
             ),

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from megatron.core.models.vision.kinds import KINDS, image_problems
-from megatron.training.arguments.rules.rule import Settings, first_of, given, refusal, rules, where
+from megatron.training.arguments.rules.rule import (
+    Settings,
+    first_of,
+    given,
+    refusal,
+    rules,
+    where,
+)
 from megatron.training.config.mimo import MODALITIES
 from megatron.training.models.encoders import format_problem, image_encoder, whisper_config
 

@@ -334,9 +334,6 @@ _HYBRID = rules(
             "for other placements": given("--layer-norm-placement", lambda place: place != "pre"),
             "{found} is not available for Mamba and hybrid models: use --hybrid-override-pattern "
             "to choose the layers": "--heterogeneous-layers-config-path",
-            "{found} is not available for Mamba and hybrid models: use full, or selective": given(
-                "--recompute-granularity", lambda name: name == "adaptive"
-            ),
             "{found} is not available for Mamba and hybrid models: a Mamba layer carries its "
             "state across the end "
             "of a document; use pretrain_gpt.py to separate documents": "--reset-attention-mask",

@@ -147,7 +147,7 @@ _OVERLAP = where(
         "--overlap-moe-expert-parallel-comm does not support recomputing complete MoE layers: use "
         "--recompute-granularity selective with "
         "--recompute-modules core_attn or moe_act": lambda c: (
-            c.recompute_granularity in ("full", "adaptive") or "moe" in c.modules_to_recompute
+            c.recompute_granularity == "full" or "moe" in c.modules_to_recompute
         ),
         "--overlap-moe-expert-parallel-comm and {found} exclude each other: keep the first, with "
         "the default schedule, to hide the all-to-all, the second for a smaller "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
-from megatron.training.arguments.rules.rule import first_of, given, rules, several, where
+from megatron.training.arguments.rules.rule import first_of, given, named, rules, several, where
 from megatron.training.config.preference import SIGMOID
 from megatron.training.config.run import DPO, OF_CONVERSATIONS, PRETRAINING, REWARD, SFT
 
@@ -62,7 +62,7 @@ _EVALUATION = where(
 _PREFERENCE = rules(
     {
         "{found}: a run has one objective: give one of them": lambda c: (
-            len(flags := [f.split()[0] for f in given(_OBJECTIVES)(c)]) > 1 and " and ".join(flags)
+            len(flags := named(_OBJECTIVES)(c)) > 1 and " and ".join(flags)
         ),
         "{found}: give a number above 0, such as 0.1": given(
             "--dpo-beta", lambda beta: not 0 < beta < float("inf")
@@ -166,17 +166,9 @@ _RL = where(
     ),
     {
         "{found}: --perform-rl-step trains on answers to the "
-        "prompts of environments: leave it out": lambda c: [
-            flag
-            for flag in (
-                "--sft",
-                "--mock-data",
-                "--data-path",
-                "--dataset-type",
-                "--reset-attention-mask",
-            )
-            if c.value(flag)
-        ],
+        "prompts of environments: leave it out": named(
+            "--sft --mock-data --data-path --dataset-type --reset-attention-mask"
+        ),
         "{found}: the engine needs the weights of the base in the precision of the run: leave it "
         "out": "--lora-base-dtype",
         "{found}: --perform-rl-step "
@@ -218,12 +210,9 @@ _DISTILLATION = rules(
     where(
         lambda c: c.dataloader_type not in (None, "single"),
         {
-            "{found} with {--dataloader-type}: a "
-            "store has samples in order; use single": lambda c: [
-                flag
-                for flag in ("--logits-save-dir", "--logits-load-dir")
-                if c.value(flag) is not None
-            ],
+            "{found} with {--dataloader-type}: a store has samples in order; use single": named(
+                "--logits-save-dir --logits-load-dir"
+            ),
         },
     ),
     {

@@ -5,6 +5,7 @@ A flag that is given without the other one causes one warning.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 
 from megatron.core.config.option import dest_of, options_of
@@ -76,7 +77,6 @@ _FLAGS_NEEDED = parse_table(
 --fp8-format or --fp4-format | fp8_wgrad first_last_layers_bf16
 --fp8-format and --fp8-recipe delayed | fp8_margin fp8_amax_history_len fp8_amax_compute_algo
 --first-last-layers-bf16 | num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
---recompute-granularity adaptive | memory_budget_fraction
 --cpu-offloading | cpu_offloading_num_layers
 --enable-cuda-graph or --external-cuda-graph | cuda_graph_warmup_steps cuda_graph_scope
 --manual-gc | manual_gc_interval manual_gc_eval
@@ -125,234 +125,140 @@ _FLAGS_NEEDED = parse_table(
 """
 )
 
+_MUON = [
+    f.name
+    for f in fields(OptimizerConfig)
+    if f.name.startswith("muon_") and f.name not in ("muon_tp_mode", "muon_use_syrk")
+]
+
+
+def _dests_of(config_class: type) -> list[str]:
+    """Return the dests of the flags of a section that have an effect."""
+    return [dest_of(f, opt) for f, opt in options_of(config_class) if opt.ignored is None]
+
+
+# What the dests behind the bar need, and whether a run has it.
+_NEEDS: dict[str, Callable[[Settings], object]] = {
+    # User-defined optimizers may read them.
+    "--optimizer adam, or --muon-scalar-optimizer adam "
+    "| adam_beta1 adam_beta2 adam_eps": lambda c: _optimizer_of_vectors(c) not in ("sgd", "lion"),
+    "--optimizer lion, or --muon-scalar-optimizer lion | lion_beta1 lion_beta2": lambda c: (
+        _optimizer_of_vectors(c) not in ("adam", "sgd")
+    ),
+    f"--optimizer muon | {' '.join(_MUON)}": lambda c: "muon" in c.optimizer,
+    "--optimizer muon and --tensor-model-parallel-size of 2 or more | muon_tp_mode": lambda c: (
+        "muon" in c.optimizer and c.tensor_model_parallel_size > 1
+    ),
+    "--bf16 with main parameters, or --main-grads-dtype, --main-params-dtype, --exp-avg-dtype "
+    "or --exp-avg-sq-dtype below fp32 | use_precision_aware_optimizer": lambda c: (
+        (c.bf16 and not c.is_fully_sharded)
+        or {c.main_grads_dtype, c.main_params_dtype, c.exp_avg_dtype, c.exp_avg_sq_dtype}
+        != {"fp32"}
+    ),
+    "--fp16 without --loss-scale | initial_loss_scale min_loss_scale loss_scale_window "
+    "hysteresis": lambda c: c.fp16 and c.loss_scale is None,
+    "pretrain_bert.py or pretrain_t5.py | mask_prob short_seq_prob": lambda c: c.kind.masks_tokens,
+    "pretrain_t5.py (--model-kind t5) or pretrain_vlm.py (--model-kind vlm) | "
+    "decoder_num_layers decoder_seq_length": lambda c: c.kind.has_encoder or c.kind.reads_images,
+    "pretrain_t5.py (--model-kind t5) | encoder_pipeline_model_parallel_size": lambda c: (
+        c.kind.has_encoder
+    ),
+    "pretrain_bert.py (--model-kind bert) | bert_binary_head": lambda c: c.kind.has_masked_lm_head,
+    "--model-kind mamba, which pretrain_mamba.py sets | mamba_state_dim mamba_head_dim "
+    "mamba_num_groups mamba_num_heads hybrid_attention_ratio hybrid_mlp_ratio "
+    "hybrid_override_pattern": lambda c: c.kind.is_hybrid,
+    "--rope-type yarn | yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow "
+    "yarn_correction_range_round_to_int": lambda c: (
+        c.rope_type == "yarn" or (c.multi_latent_attention and c.rope_type is None)
+    ),
+    "a --moe-router-load-balancing-type other "
+    "than sinkhorn and none | moe_aux_loss_coeff": lambda c: (
+        not {"sinkhorn", "none"}.intersection(c.moe_router_load_balancing_type)
+    ),
+    "a --moe-router-load-balancing-type other than sinkhorn | moe_router_pre_softmax": lambda c: (
+        "sinkhorn" not in c.moe_router_load_balancing_type
+    ),
+    "routing by score, which --moe-router-force-load-balancing replaces | "
+    "moe_router_enable_expert_bias moe_router_group_score_topk moe_router_group_topk "
+    "moe_router_num_groups": lambda c: not c.moe_router_force_load_balancing,
+    "router logits in fp32: --moe-router-dtype fp32, or neither --bf16 nor --fp16 | "
+    "moe_router_fusion": lambda c: (
+        c.moe_router_dtype == "fp32" or (c.moe_router_dtype is None and not (c.bf16 or c.fp16))
+    ),
+    "--fp8-format and --use-distributed-optimizer, which all-gathers updated parameters | "
+    "fp8_param_gather": lambda c: (
+        c.fp8 is not None and c.use_distributed_optimizer and not c.is_fully_sharded
+    ),
+    "--fp8-recipe delayed or tensorwise, which have one scale per weight: optimizer shards do "
+    "not align with the blocks of other recipes "
+    "| fp8_param_gather": lambda c: c.fp8 is None or c.fp8_recipe not in ("blockwise", "mxfp8"),
+    "training steps, which --skip-train omits | rehearse_memory": lambda c: not c.skip_train,
+    "--error-injection-rate | error_injection_type": lambda c: c.error_injection_rate > 0,
+    "pretrain_vlm.py (--model-kind vlm) | "
+    f"{' '.join(n for n in _dests_of(VisionConfig) if n not in _SHARED)}": lambda c: (
+        c.kind.reads_images
+    ),
+    "pretrain_vlm.py (--model-kind vlm) or pretrain_vision_classify.py (--model-kind vit) | "
+    f"{' '.join(_SHARED)}": lambda c: c.kind.reads_images or c.kind.classifies_images,
+    "pretrain_vision_classify.py (--model-kind vit) | "
+    f"{' '.join(_dests_of(ImageClassifierConfig))}": lambda c: c.kind.classifies_images,
+    f"examples/mimo/train.py (--model-kind mimo) | {' '.join(_dests_of(MimoConfig))}": lambda c: (
+        c.kind.has_placeholders
+    ),
+    "an encoder that is trained (no --freeze-ViT) | recompute_vision": lambda c: not c.freeze_ViT,
+    "--perform-rl-step or a script that generates text | "
+    "inference_dynamic_batching_buffer_size_gb": lambda c: c.perform_rl_step or not c.trains,
+    "--distributed-backend nccl | high_priority_stream_groups nccl_communicator_config_path "
+    "nccl_ub": lambda c: c.distributed_backend in (None, "nccl"),
+    "--context-parallel-size of 2 or more | cp_comm_type": lambda c: c.context_parallel_size > 1,
+    "--context-parallel-size of 2 or more and --cp-comm-type a2a+p2p | "
+    "hierarchical_context_parallel_sizes": lambda c: (
+        c.context_parallel_size > 1 and "a2a+p2p" in c.cp_comm_type
+    ),
+    "--pipeline-model-parallel-size of 2 or more | overlap_p2p_comm "
+    "overlap_p2p_comm_warmup_flush align_grad_reduce pipeline_schedule pipeline_split "
+    "encoder_pipeline_model_parallel_size account_for_embedding_in_pipeline_split "
+    "account_for_loss_in_pipeline_split "
+    "defer_embedding_wgrad_compute": lambda c: c.pipeline_model_parallel_size > 1,
+    "virtual stages of --pipeline-schedule "
+    "interleaved | microbatch_group_size_per_vp_stage": lambda c: (
+        c.virtual_pipeline_model_parallel_size is not None and c.pipeline_schedule != "zb-v"
+    ),
+    "--use-distributed-optimizer | overlap_param_gather "
+    "overlap_param_gather_with_optimizer_step num_distributed_optimizer_instances": lambda c: (
+        c.use_distributed_optimizer or c.is_fully_sharded
+    ),
+    "--use-megatron-fsdp with fully sharded parameters and "
+    "--num-distributed-optimizer-instances "
+    "2 or more | enable_full_sharding_in_hsdp": lambda c: shares_instances(c.config.ddp),
+    "fully sharded parameters (--use-torch-fsdp2, or --use-megatron-fsdp with "
+    "--data-parallel-sharding-strategy optim_grads or optim_grads_params) | "
+    "gradient_reduce_div_fusion "
+    "init_model_with_meta_device fsdp_double_buffer": lambda c: c.is_fully_sharded,
+    "complete parameters on each data-parallel rank, which FSDP does not keep | "
+    "check_weight_hash_across_dp_replicas_interval": lambda c: not c.is_fully_sharded,
+    "gradient buckets; FSDP reduces gradients layer by layer in backward | overlap_param_gather "
+    "overlap_param_gather_with_optimizer_step overlap_grad_reduce align_grad_reduce "
+    "ddp_num_buckets ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw "
+    "ddp_average_in_collective": lambda c: not c.is_fully_sharded,
+    "an attention layer, * in --hybrid-override-pattern | apply_query_key_layer_scaling "
+    "attention_dropout attn_logit_softcapping group_query_attention no_rope_freq "
+    "num_query_groups qk_layernorm rotary_base rotary_percent softmax_type "
+    "window_attn_skip_freq window_rotary_base window_size": lambda c: c.has_layer(ATTENTION),
+    "an MLP layer, - or E in --hybrid-override-pattern "
+    "| ffn_hidden_size squared_relu swiglu": lambda c: c.has_layer(MLP + EXPERTS),
+    "layers chosen by ratios, which --hybrid-override-pattern replaces | hybrid_attention_ratio "
+    "hybrid_mlp_ratio": lambda c: not c.kind.is_hybrid or c.hybrid_override_pattern is None,
+}
+
 REQUIREMENTS = (
     NEEDS_GPU,
     *(needs(words, dests) for words, dests in _FLAGS_NEEDED.items()),
-    needs(
-        "--optimizer adam, or --muon-scalar-optimizer adam",
-        "adam_beta1 adam_beta2 adam_eps",
-        # User-defined optimizers may read them.
-        lambda c: _optimizer_of_vectors(c) not in ("sgd", "lion"),
-    ),
-    needs(
-        "--optimizer lion, or --muon-scalar-optimizer lion",
-        "lion_beta1 lion_beta2",
-        lambda c: _optimizer_of_vectors(c) not in ("adam", "sgd"),
-    ),
-    needs(
-        "--optimizer muon",
-        " ".join(
-            f.name
-            for f in fields(OptimizerConfig)
-            if f.name.startswith("muon_") and f.name not in ("muon_tp_mode", "muon_use_syrk")
-        ),
-        lambda c: "muon" in c.optimizer,
-    ),
-    needs(
-        "--optimizer muon and --tensor-model-parallel-size of 2 or more",
-        "muon_tp_mode",
-        lambda c: "muon" in c.optimizer and c.tensor_model_parallel_size > 1,
-    ),
-    needs(
-        "--bf16 with main parameters, or --main-grads-dtype, --main-params-dtype, --exp-avg-dtype "
-        "or --exp-avg-sq-dtype below fp32",
-        "use_precision_aware_optimizer",
-        lambda c: (
-            (c.bf16 and not c.is_fully_sharded)
-            or {c.main_grads_dtype, c.main_params_dtype, c.exp_avg_dtype, c.exp_avg_sq_dtype}
-            != {"fp32"}
-        ),
-    ),
-    needs(
-        "--fp16 without --loss-scale",
-        "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
-        lambda c: c.fp16 and c.loss_scale is None,
-    ),
-    needs(
-        "pretrain_bert.py or pretrain_t5.py",
-        "mask_prob short_seq_prob",
-        lambda c: c.kind.masks_tokens,
-    ),
-    needs(
-        "pretrain_t5.py (--model-kind t5) or pretrain_vlm.py (--model-kind vlm)",
-        "decoder_num_layers decoder_seq_length",
-        lambda c: c.kind.has_encoder or c.kind.reads_images,
-    ),
-    needs(
-        "pretrain_t5.py (--model-kind t5)",
-        "encoder_pipeline_model_parallel_size",
-        lambda c: c.kind.has_encoder,
-    ),
-    needs(
-        "pretrain_bert.py (--model-kind bert)",
-        "bert_binary_head",
-        lambda c: c.kind.has_masked_lm_head,
-    ),
-    needs(
-        "--model-kind mamba, which pretrain_mamba.py sets",
-        "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads hybrid_attention_ratio "
-        "hybrid_mlp_ratio hybrid_override_pattern",
-        lambda c: c.kind.is_hybrid,
-    ),
-    needs(
-        "--rope-type yarn",
-        "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow "
-        "yarn_correction_range_round_to_int",
-        lambda c: c.rope_type == "yarn" or (c.multi_latent_attention and c.rope_type is None),
-    ),
-    needs(
-        "a --moe-router-load-balancing-type other than sinkhorn and none",
-        "moe_aux_loss_coeff",
-        lambda c: not {"sinkhorn", "none"}.intersection(c.moe_router_load_balancing_type),
-    ),
-    needs(
-        "a --moe-router-load-balancing-type other than sinkhorn",
-        "moe_router_pre_softmax",
-        lambda c: "sinkhorn" not in c.moe_router_load_balancing_type,
-    ),
-    needs(
-        "routing by score, which --moe-router-force-load-balancing replaces",
-        "moe_router_enable_expert_bias moe_router_group_score_topk moe_router_group_topk "
-        "moe_router_num_groups",
-        lambda c: not c.moe_router_force_load_balancing,
-    ),
-    needs(
-        "router logits in fp32: --moe-router-dtype fp32, or neither --bf16 nor --fp16",
-        "moe_router_fusion",
-        lambda c: (
-            c.moe_router_dtype == "fp32" or (c.moe_router_dtype is None and not (c.bf16 or c.fp16))
-        ),
-    ),
-    needs(
-        "--fp8-format and --use-distributed-optimizer, which all-gathers updated parameters",
-        "fp8_param_gather",
-        lambda c: c.fp8 is not None and c.use_distributed_optimizer and not c.is_fully_sharded,
-    ),
-    needs(
-        "--fp8-recipe delayed or tensorwise, which have one scale per weight: optimizer shards do "
-        "not align with the blocks of other recipes",
-        "fp8_param_gather",
-        lambda c: c.fp8 is None or c.fp8_recipe not in ("blockwise", "mxfp8"),
-    ),
-    needs(
-        "training steps, which --skip-train omits", "rehearse_memory", lambda c: not c.skip_train
-    ),
-    needs("--error-injection-rate", "error_injection_type", lambda c: c.error_injection_rate > 0),
     needs("--inprocess-restart", " ".join(f.name for f in RESTART_FLAGS)),
-    needs(
-        "pretrain_vlm.py (--model-kind vlm)",
-        " ".join(
-            name
-            for name in (
-                dest_of(f, opt)
-                for f, opt in options_of(VisionConfig)
-                if opt.ignored is None and opt.refused is None
-            )
-            if name not in _SHARED
-        ),
-        lambda c: c.kind.reads_images,
-    ),
-    needs(
-        "pretrain_vlm.py (--model-kind vlm) or pretrain_vision_classify.py (--model-kind vit)",
-        " ".join(_SHARED),
-        lambda c: c.kind.reads_images or c.kind.classifies_images,
-    ),
-    needs(
-        "pretrain_vision_classify.py (--model-kind vit)",
-        " ".join(dest_of(f, opt) for f, opt in options_of(ImageClassifierConfig)),
-        lambda c: c.kind.classifies_images,
-    ),
-    needs(
-        "examples/mimo/train.py (--model-kind mimo)",
-        " ".join(dest_of(f, opt) for f, opt in options_of(MimoConfig) if opt.ignored is None),
-        lambda c: c.kind.has_placeholders,
-    ),
-    needs(
-        "an encoder that is trained (no --freeze-ViT)",
-        "recompute_vision",
-        lambda c: not c.freeze_ViT,
-    ),
     needs("--perform-rl-step", " ".join(RL_FLAGS)),
-    needs(
-        "--perform-rl-step or a script that generates text",
-        "inference_dynamic_batching_buffer_size_gb",
-        lambda c: c.perform_rl_step or not c.trains,
-    ),
-    needs(
-        "--distributed-backend nccl",
-        "high_priority_stream_groups nccl_communicator_config_path nccl_ub",
-        lambda c: c.distributed_backend in (None, "nccl"),
-    ),
-    needs(
-        "--context-parallel-size of 2 or more",
-        "cp_comm_type",
-        lambda c: c.context_parallel_size > 1,
-    ),
-    needs(
-        "--context-parallel-size of 2 or more and --cp-comm-type a2a+p2p",
-        "hierarchical_context_parallel_sizes",
-        lambda c: c.context_parallel_size > 1 and "a2a+p2p" in c.cp_comm_type,
-    ),
-    needs(
-        "--pipeline-model-parallel-size of 2 or more",
-        "overlap_p2p_comm overlap_p2p_comm_warmup_flush align_grad_reduce pipeline_schedule "
-        "pipeline_split encoder_pipeline_model_parallel_size "
-        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-        "defer_embedding_wgrad_compute",
-        lambda c: c.pipeline_model_parallel_size > 1,
-    ),
-    needs(
-        "virtual stages of --pipeline-schedule interleaved",
-        "microbatch_group_size_per_vp_stage",
-        lambda c: (
-            c.virtual_pipeline_model_parallel_size is not None and c.pipeline_schedule != "zb-v"
-        ),
-    ),
-    needs(
-        "--use-distributed-optimizer",
-        "overlap_param_gather overlap_param_gather_with_optimizer_step "
-        "num_distributed_optimizer_instances",
-        lambda c: c.use_distributed_optimizer or c.is_fully_sharded,
-    ),
-    needs(
-        "--use-megatron-fsdp with fully sharded parameters and "
-        "--num-distributed-optimizer-instances 2 or more",
-        "enable_full_sharding_in_hsdp",
-        lambda c: shares_instances(c.config.ddp),
-    ),
-    needs(
-        "fully sharded parameters (--use-torch-fsdp2, or --use-megatron-fsdp with "
-        "--data-parallel-sharding-strategy optim_grads or optim_grads_params)",
-        "gradient_reduce_div_fusion init_model_with_meta_device fsdp_double_buffer",
-        lambda c: c.is_fully_sharded,
-    ),
-    needs(
-        "complete parameters on each data-parallel rank, which FSDP does not keep",
-        "check_weight_hash_across_dp_replicas_interval",
-        lambda c: not c.is_fully_sharded,
-    ),
-    needs(
-        "gradient buckets; FSDP reduces gradients layer by layer in backward",
-        "overlap_param_gather overlap_param_gather_with_optimizer_step overlap_grad_reduce "
-        "align_grad_reduce ddp_num_buckets ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw "
-        "ddp_average_in_collective",
-        lambda c: not c.is_fully_sharded,
-    ),
-    needs(
-        "an attention layer, * in --hybrid-override-pattern",
-        "apply_query_key_layer_scaling attention_dropout attn_logit_softcapping "
-        "group_query_attention no_rope_freq num_query_groups qk_layernorm rotary_base "
-        "rotary_percent softmax_type window_attn_skip_freq window_rotary_base window_size",
-        lambda c: c.has_layer(ATTENTION),
-    ),
-    needs(
-        "an MLP layer, - or E in --hybrid-override-pattern",
-        "ffn_hidden_size squared_relu swiglu",
-        lambda c: c.has_layer(MLP + EXPERTS),
-    ),
-    needs(
-        "layers chosen by ratios, which --hybrid-override-pattern replaces",
-        "hybrid_attention_ratio hybrid_mlp_ratio",
-        lambda c: not c.kind.is_hybrid or c.hybrid_override_pattern is None,
+    *(
+        needs(words, dests, is_met)
+        for row, is_met in _NEEDS.items()
+        for words, _, dests in [row.partition(" | ")]
     ),
 )

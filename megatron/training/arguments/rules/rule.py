@@ -235,6 +235,11 @@ def given(
     return lambda c: [c.shown(flag) for flag, wanted in terms if is_found(c.value(flag), wanted)]
 
 
+def named(flags: str) -> Callable[[Settings], list[str]]:
+    """Return a breach: those of ``flags`` that are given, without their values."""
+    return lambda c: [flag for flag in flags.split() if is_set(c.value(flag))]
+
+
 def several(flags: str) -> Callable[[Settings], str]:
     """Return a breach: at least two of ``flags`` are given."""
     find = given(flags)
