@@ -100,7 +100,8 @@ def test_every_refusal_names_a_way_out() -> None:
 def attributes_read() -> set[str]:
     """Names of attributes that the project reads, other than to call them.
 
-    Beside the declarations of flags, and in those properties of theirs that it reads.
+    Beside the declarations of flags, in the functions beside these, and in those properties of
+    theirs that it reads.
     """
     names: set[str] = set()
     properties: dict[str, set[str]] = {}
@@ -110,6 +111,8 @@ def attributes_read() -> set[str]:
         if path == OF_IMAGES or not path.startswith(DECLARATIONS):
             names |= read_in(tree)
             continue
+        for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+            names |= read_in(function)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and "property" in map(
                 ast.unparse, node.decorator_list
