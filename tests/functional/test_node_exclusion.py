@@ -1,10 +1,11 @@
-"""Nodes that are blamed or unhealthy, and the loss of the host of the rendezvous.
+"""Nodes that are blamed, unhealthy, or return with another address.
 
 The nodes have addresses 127.0.0.1 and so on, and node 0 hosts the store of the rendezvous.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,14 @@ def start(
     node: int,
     *more: str,
     faults: str | None = None,
+    address: int = 0,
     join_s: int = 100,
+    is_host: bool = True,
 ) -> None:
     """Start ``node``; only node 0 may host the store at the endpoint."""
-    hosts = str(node == 0).lower()
+    hosts = str(node == 0 and is_host).lower()
     conf = f"{CONF},join_timeout={join_s},is_host={hosts}"
-    place = ("--local-addr", f"127.0.0.{node + 1}", "--rdzv-conf", conf)
+    place = ("--local-addr", f"127.0.0.{address or node + 1}", "--rdzv-conf", conf)
     run.start(node, *place, *more, faults=faults)
 
 
@@ -114,19 +117,54 @@ def test_an_excluded_node_that_is_started_again_does_not_train(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.feature("Fault tolerance: a run resumes when the lost host of the rendezvous returns")
-def test_a_lost_host_of_the_store_that_returns_is_waited_for(tmp_path: Path) -> None:
+@pytest.mark.feature("Fault tolerance: a spare node replaces the lost host of the rendezvous")
+def test_a_spare_node_replaces_the_lost_host_of_the_store(tmp_path: Path) -> None:
+    faults = "step.before:slow:0.5s"
     run = SupervisedRun(
-        tmp_path, nodes=2, ranks=1, steps=60, environ={"FAULTS": "step.before:slow:0.2s"}
+        tmp_path, nodes=3, nnodes="2", ranks=1, steps=60, environ={"FAULTS": faults}
     )
     start(run, 0)
     start(run, 1)
-    run.until(lambda: run.logged(15))
+    run.until(lambda: run.logged(1))
+    start(run, 2)
+    run.until(lambda: run.logged(25))  # node 2 has connected
     run.processes[0].kill()
     run.processes[0].wait()
-    run.until(lambda: "lost the store of the rendezvous" in run.said())
-    start(run, 0)
-    assert run.wait() == [0, 0], run.said()[-6000:]
+    assert run.wait()[1:] == [0, 0], run.said()[-6000:]
     assert set(run.numbers()) == set(range(1, 61))
-    report = run.exit()
-    assert (report["kind"], report["restarts"]) == ("done", 1)
+    assert run.exit()["kind"] == "done"
+
+
+@pytest.mark.slow
+@pytest.mark.feature("Fault tolerance: a node that returns with another address finds the run")
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_host_that_returns_with_another_address_finds_the_new_host(
+    tmp_path: Path, is_early: bool
+) -> None:
+    """It returns before or after another node hosts the store."""
+    run = SupervisedRun(
+        tmp_path,
+        nodes=2,
+        nnodes="1:2",
+        ranks=1,
+        steps=160,
+        environ={"FAULTS": "step.before:slow:0.2s"},
+    )
+    start(run, 0)
+    start(run, 1)
+    run.until(lambda: run.logged(5))
+    run.processes[0].kill()
+    run.processes[0].wait()
+    lost_at = max(run.numbers())
+    if not is_early:
+        run.until(lambda: run.logged(lost_at + 8))
+    # The endpoint of its command line still names the address that it had.
+    start(run, 0, "--rdzv-endpoint", f"192.0.2.1:{run.port}", address=9, is_host=False)
+    run.until(lambda: run.logged(lost_at + 8))
+    moved = json.loads((tmp_path / "reports/rendezvous.json").read_text())
+    assert moved == {"run_id": run.run_id, "endpoint": f"127.0.0.2:{run.port}"}
+    run.until(lambda: set(run.rank_processes()) == {0, 1})
+    assert run.wait(300) == [0, 0], run.said()[-6000:]
+    assert set(run.numbers()) == set(range(1, 161))
+    assert run.exit()["kind"] == "done"
+    assert ("further nodes join" in run.said()) != is_early

@@ -16,12 +16,15 @@ first that is written is valid for all); torch's own.  Keys of the run: ``superv
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
+import socket
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -48,7 +51,7 @@ from torch.distributed.elastic.rendezvous.utils import (
 )
 from torch.distributed.launcher.api import LaunchConfig
 
-from megatron.core.config.errors import ConfigError, MegatronError
+from megatron.core.config.errors import ConfigError, LaunchError
 from megatron.training.fault_tolerance.outcome import NodeReport, from_json, to_json
 from megatron.training.fault_tolerance.restart_policy import Decision, History
 from megatron.training.process.rendezvous import why_not_reachable
@@ -56,6 +59,7 @@ from megatron.training.process.rendezvous import why_not_reachable
 # Number of nodes that joined -> number of nodes that train.
 NodeCount = Callable[[int], int]
 _POLL_S = 0.1
+_FILE = "rendezvous.json"
 _PAUSE_S = 1.0
 _JOIN_TIMEOUT_S = 600
 # Parameters of --rdzv-conf.
@@ -63,6 +67,15 @@ _NUMBERS = (
     *("join_timeout", "last_call_timeout", "close_timeout", "read_timeout"),
     *("keep_alive_interval", "keep_alive_max_attempt"),
 )
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of an attempt; ``hosts_store``: it hosts the store of the run."""
+
+    name: str
+    address: str
+    hosts_store: bool
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,7 @@ class AttemptCoordination:
 
     store: dist.Store
     rank: int
-    nodes: tuple[str, ...]
+    nodes: tuple[Node, ...]
     num_training: int
     name: str
 
@@ -113,7 +126,7 @@ class AttemptCoordination:
             time.sleep(_POLL_S)
         present = [rank for rank in range(len(self.nodes)) if rank not in missing]
         texts = [self.store.get(f"report/{rank}").decode() for rank in present]
-        lost = [self.nodes[rank] for rank in missing]
+        lost = [self.nodes[rank].name for rank in missing]
         return [from_json(NodeReport, text) for text in texts], lost
 
     def agree(self, decision: Decision) -> Decision:
@@ -137,6 +150,7 @@ class Rendezvous(DynamicRendezvousHandler):
         super().__init__(made._this_node, made.settings, backend.name, store, made._state_holder)
         self._node = node
         self._local_addr = config.local_addr
+        self._hosts_store = hosts_store(config)
         self.run_store: dist.Store = dist.PrefixStore("supervisor", store)
         self.run_store.add("connected", 1)
         self.attempt: AttemptCoordination | None = None
@@ -152,8 +166,11 @@ class Rendezvous(DynamicRendezvousHandler):
         """
         info = self._join()
         store = dist.PrefixStore("supervisor", info.store)
-        store.set(f"node/{info.rank}", json.dumps([self._node, to_json(self.history)]))
+        address = self._local_addr or socket.gethostname()
+        mine = Node(self._node, address, self._hosts_store)
+        store.set(f"node/{info.rank}", json.dumps([to_json(mine), to_json(self.history)]))
         pairs = [json.loads(store.get(f"node/{i}")) for i in range(info.world_size)]
+        nodes = [from_json(Node, text) for text, _ in pairs]
         history = max((from_json(History, text) for _, text in pairs), key=lambda h: h.attempts)
         if info.rank == 0:  # the excluded nodes of the history and of --check-node
             attempt = f"attempt_{history.attempts}_{secrets.token_hex(3)}"
@@ -167,8 +184,8 @@ class Rendezvous(DynamicRendezvousHandler):
         joined = self._state_holder.state.participants
         self._places = {node: order.index(rank) for node, rank in joined.items()}
         rank = order.index(info.rank)
-        names = tuple(pairs[i][0] for i in order)
-        self.attempt = AttemptCoordination(store, rank, names, num_training, attempt)
+        ordered = tuple(nodes[i] for i in order)
+        self.attempt = AttemptCoordination(store, rank, ordered, num_training, attempt)
         if not self.attempt.is_training:
             raise WaitingNode
         placed = dist.PrefixStore("placed", info.store)
@@ -204,11 +221,16 @@ class Rendezvous(DynamicRendezvousHandler):
         self._stop_heartbeats()
         self._op_executor.run(_RendezvousExitOp(), self._get_deadline(self.settings.timeout.join))
 
+    @property
+    def num_spare(self) -> int:
+        """Number of living nodes that wait for a place, as of the last request to the store."""
+        state = self._state_holder.state
+        return len(state.wait_list | state.redundancy_list)
+
     def num_spare_nodes(self) -> int:
         """Return the number of living nodes that wait for a place.  Raises RendezvousError."""
         self.num_nodes_waiting()
-        state = self._state_holder.state
-        return len(state.wait_list | state.redundancy_list)
+        return self.num_spare
 
     def is_empty(self) -> bool:
         """Return whether no living node trains or waits for a place.  Raises RendezvousError."""
@@ -239,35 +261,97 @@ class Rendezvous(DynamicRendezvousHandler):
         return from_json(History, self.run_store.get("history").decode()) if is_known else None
 
 
-def connect(config: LaunchConfig, node: str, error: type[MegatronError]) -> Rendezvous:
-    """Return a connection to the store of the run, which the node of --rdzv-endpoint hosts.
+class Connector:
+    """Connects this node to the store of the run, also after the host of the store was lost.
 
-    Waits for that node, also if it is started again after it was lost.  Raises ``error`` after the
-    time limit of a rendezvous.
+    The supervisor of the node that --rdzv-endpoint names hosts the store.  If the store is lost,
+    the other nodes first wait for that node to return.  If enough nodes remain, the first of them,
+    in the order of the last attempt, hosts a new store at the same port, and writes its address
+    into ``rendezvous.json``.  Spare and returning nodes read that file, so --exit-report-dir must
+    be shared by all nodes for this.
     """
-    deadline_s = time.monotonic() + join_timeout_s(config)
-    while True:
-        try:
-            # torch's client would try for minutes, and print a stack.
-            if not _hosts_store(config):
-                address = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=DEFAULT_PORT)
-                if why_not_reachable(*address) is not None:
+
+    def __init__(
+        self, config: LaunchConfig, node: str, folder: Path, host_timeout_s: float
+    ) -> None:
+        self._config = config
+        self._node = node
+        self._folder = folder
+        self._host_timeout_s = host_timeout_s
+
+    @property
+    def join_timeout_s(self) -> float:
+        """Time limit of a rendezvous (--rdzv-conf join_timeout)."""
+        return float(self._config.rdzv_configs.get("join_timeout", _JOIN_TIMEOUT_S))
+
+    def connect(self, last: AttemptCoordination | None, num_spare: int = 0) -> Rendezvous:
+        """Return a new connection.
+
+        ``last`` is the attempt in which the store was lost, if any; ``num_spare`` further nodes
+        waited for a place.
+
+        After the time limit of a rendezvous it raises LaunchError, or ConfigError if no attempt was
+        made.
+        """
+        begin_s = time.monotonic()
+        reason = ""
+        for config in self._candidates(last, num_spare, begin_s):
+            try:
+                # torch's client would try for minutes, and print a stack.
+                if not hosts_store(config) and not _is_reachable(config.rdzv_endpoint):
                     raise RendezvousConnectionError("nobody listens at this address")
-            return Rendezvous(config, node)
-        except RendezvousError as failure:
-            reason = str(failure.__cause__ or failure).splitlines()[0]
-        if time.monotonic() > deadline_s:
-            raise error(
-                f"--rdzv-endpoint {config.rdzv_endpoint}: no store there within "
-                f"{join_timeout_s(config):.0f} s ({reason}); start the supervisor of that node, or "
-                "raise --rdzv-conf join_timeout"
-            )
-        time.sleep(_PAUSE_S)
+                found = Rendezvous(config, self._node)
+            except (RendezvousConnectionError, RendezvousError) as error:
+                reason = str(error.__cause__ or error).splitlines()[0]
+            else:
+                if config.rdzv_endpoint != self._config.rdzv_endpoint:
+                    moved = {"run_id": config.run_id, "endpoint": config.rdzv_endpoint}
+                    with contextlib.suppress(OSError):
+                        (self._folder / _FILE).write_text(json.dumps(moved))
+                return found
+            if time.monotonic() - begin_s > self.join_timeout_s:
+                break
+            time.sleep(_PAUSE_S)
+        kind = ConfigError if last is None else LaunchError
+        raise kind(
+            f"--rdzv-endpoint {self._config.rdzv_endpoint}: no store there within "
+            f"{self.join_timeout_s:.0f} s ({reason}); start the supervisor of that node, or raise "
+            "--rdzv-conf join_timeout"
+        )
 
+    def _candidates(
+        self, last: AttemptCoordination | None, num_spare: int, begin_s: float
+    ) -> Iterator[LaunchConfig]:
+        """Yield addresses to try, without end."""
+        _, _, port = self._config.rdzv_endpoint.rpartition(":")
+        while True:
+            if (moved := self._moved_to()) is not None:
+                yield self._at(moved, is_host=False)
+            yield self._config
+            if last is None or time.monotonic() - begin_s < self._host_timeout_s:
+                continue
+            others = [node for node in last.nodes if not node.hosts_store]
+            is_enough = len(others) + num_spare >= self._config.min_nodes
+            for node in others if is_enough else ():
+                endpoint = f"{node.address}:{port}"
+                is_host = node.name == self._node
+                if is_host or _is_reachable(endpoint):
+                    log(f"trying {endpoint} as the host of the rendezvous")
+                    yield self._at(endpoint, is_host=is_host)
 
-def join_timeout_s(config: LaunchConfig) -> float:
-    """Return the time limit of a rendezvous (--rdzv-conf join_timeout)."""
-    return float(config.rdzv_configs.get("join_timeout", _JOIN_TIMEOUT_S))
+    def _at(self, endpoint: str, *, is_host: bool) -> LaunchConfig:
+        configs = {**self._config.rdzv_configs, "is_host": str(is_host).lower()}
+        return replace(self._config, rdzv_endpoint=endpoint, rdzv_configs=configs)
+
+    def _moved_to(self) -> str | None:
+        """Return the address that another node hosts the store at, if it is not the first one."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found = json.loads((self._folder / _FILE).read_text())
+            endpoint = str(found["endpoint"])
+            is_same_run = found["run_id"] == self._config.run_id
+            if is_same_run and endpoint != self._config.rdzv_endpoint and _is_reachable(endpoint):
+                return endpoint
+        return None
 
 
 def check_parameters(config: LaunchConfig) -> None:
@@ -280,7 +364,7 @@ def check_parameters(config: LaunchConfig) -> None:
             raise ValueError(f"--rdzv-conf {name}={value}: at least 1 is needed")
 
 
-def _hosts_store(config: LaunchConfig) -> bool:
+def hosts_store(config: LaunchConfig) -> bool:
     """Return whether this node hosts the store, if no other process of this host does."""
     given = _parameters(config).get_as_bool("is_host")
     if given is not None:
@@ -319,6 +403,11 @@ def nodes_that_fit(
         f"{joined} nodes with {ranks_per_node} ranks each joined, and the flags allow no number of "
         f"nodes from {min_nodes} (--nnodes) to {joined}; with {joined}:\n{first}"
     )
+
+
+def _is_reachable(endpoint: str) -> bool:
+    address = parse_rendezvous_endpoint(endpoint, default_port=DEFAULT_PORT)
+    return why_not_reachable(*address) is None
 
 
 def log(text: str) -> None:

@@ -38,10 +38,10 @@ from megatron.training.fault_tolerance.heartbeat import STATE_FILE, Limits
 from megatron.training.fault_tolerance.launch_flags import Launch, value_of
 from megatron.training.fault_tolerance.outcome import NodeReport, Outcome, outcome_of, to_json
 from megatron.training.fault_tolerance.rendezvous import (
+    AttemptCoordination,
+    Connector,
     Rendezvous,
     WaitingNode,
-    connect,
-    join_timeout_s,
     log,
     nodes_that_fit,
 )
@@ -80,6 +80,8 @@ class Supervisor:
         self._runner = runner
         self._node_problem = node_problem
         self._stop = StopSignals()
+        limits = launch.options
+        self._connector = Connector(launch.config, launch.node, launch.folder, limits.node_timeout)
         self._rendezvous: Rendezvous | None = None
         self._history = History()
         self._problem = ""  # of this node, by --check-node
@@ -192,11 +194,10 @@ class Supervisor:
                 agent.lost_store = str(error)
         return self._decide_alone(rendezvous, report, agent.lost_store.splitlines()[0])
 
-    def _connect(self) -> Rendezvous:
-        """Return the connection, a new one if the store was lost (see `connect`)."""
+    def _connect(self, last: AttemptCoordination | None = None, num_spare: int = 0) -> Rendezvous:
+        """Return the connection, a new one if the store was lost (see `Connector.connect`)."""
         if self._rendezvous is None:
-            kind = LaunchError if self._history.outcomes else ConfigError
-            self._rendezvous = connect(self._config, self._launch.node, kind)
+            self._rendezvous = self._connector.connect(last, num_spare)
             self._rendezvous.nodes_that_train = self._nodes_that_train
         self._rendezvous.history = self._history
         return self._rendezvous
@@ -217,7 +218,7 @@ class Supervisor:
             decision = replace(decision, history=self._history)
         if decision.restarts:
             self._rendezvous = None
-            self._connect()
+            self._connect(rendezvous.attempt, rendezvous.num_spare)
         return decision
 
     def _agree(self, rendezvous: Rendezvous, report: NodeReport) -> Decision:
@@ -296,7 +297,7 @@ class Supervisor:
         kind = ConfigError if self._history.attempts == 0 else LaunchError
         return kind(
             f"--nnodes {config.min_nodes}:{config.max_nodes}: fewer than {config.min_nodes} nodes "
-            f"joined at {config.rdzv_endpoint} within {join_timeout_s(config):.0f} s; "
+            f"joined at {config.rdzv_endpoint} within {self._connector.join_timeout_s:.0f} s; "
             f"{names}start the same command on the other nodes, or raise --rdzv-conf join_timeout"
         )
 

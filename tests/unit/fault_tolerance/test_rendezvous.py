@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,16 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from torch.distributed.launcher.api import LaunchConfig
 
-from megatron.core.config.errors import LaunchError
 from megatron.training.fault_tolerance import rendezvous
 from megatron.training.fault_tolerance.launch_flags import parse
 from megatron.training.fault_tolerance.outcome import NodeReport, to_json
 from megatron.training.fault_tolerance.rendezvous import (
     AttemptCoordination,
+    Connector,
+    Node,
     Rendezvous,
-    connect,
 )
 from megatron.training.fault_tolerance.restart_policy import Decision, History
-from tests.support.supervised import free_port
 
 
 def config(tmp_path: Path, endpoint: str, nnodes: str, *more: str) -> LaunchConfig:
@@ -91,24 +91,20 @@ def test_a_node_that_leaves_by_the_check_is_excluded_for_all(
     assert other.is_empty(), "an excluded node alone must not wait for an end"
 
 
-def test_a_node_waits_for_the_host_of_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("nnodes", "num_spare", "takes_over"), [("2", 0, False), ("2", 1, True), ("1:2", 0, True)]
+)
+def test_enough_nodes_must_remain_to_host_the_store_elsewhere(
+    tmp_path: Path, nnodes: str, num_spare: int, takes_over: bool
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_PAUSE_S", 0.05)
-    conf = ("--rdzv-conf", "is_host=false,join_timeout=1")
-    found = config(tmp_path, f"127.0.0.1:{free_port()}", "1", *conf)
-    with pytest.raises(LaunchError, match="no store there within 1 s .nobody listens"):
-        connect(found, "here", LaunchError)
-    port = free_port()
-    hosts: list[dist.TCPStore] = []
-
-    def host() -> None:
-        time.sleep(0.3)
-        hosts.append(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
-
-    threading.Thread(target=host).start()
-    conf = ("--rdzv-conf", "is_host=false,join_timeout=60")
-    connect(config(tmp_path, f"127.0.0.1:{port}", "1", *conf), "here", LaunchError).shutdown()
+    """The nodes' addresses may be spelt differently than the endpoint."""
+    found = config(tmp_path, "10.1.2.3:29500", nnodes)
+    nodes = (Node("first", "first.cluster", True), Node("second", "second.cluster", False))
+    last = AttemptCoordination(dist.HashStore(), 1, nodes, num_training=2, name="attempt")
+    connector = Connector(found, "second", tmp_path, host_timeout_s=0.0)
+    tried = {c.rdzv_endpoint for c in islice(connector._candidates(last, num_spare, 0.0), 4)}
+    elsewhere = {"second.cluster:29500"} if takes_over else set()
+    assert tried == {"10.1.2.3:29500"} | elsewhere
 
 
 @pytest.fixture
@@ -116,7 +112,8 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[AttemptCoordination]:
     """Two nodes with one store."""
     monkeypatch.setattr(rendezvous, "_POLL_S", 0.0)
     store = dist.HashStore()
-    return [AttemptCoordination(store, rank, ("a", "b"), 2, "attempt") for rank in range(2)]
+    nodes = tuple(Node(name, name, False) for name in "ab")
+    return [AttemptCoordination(store, rank, nodes, 2, "attempt") for rank in range(2)]
 
 
 def test_the_reports_of_all_nodes_are_collected(attempts: list[AttemptCoordination]) -> None:
