@@ -18,7 +18,7 @@ if __name__ == "__main__":
 # isort: split
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo import MimoModel
-from megatron.training.conversion.mimo_weights import load_parts
+from megatron.training.conversion.vision import load_parts
 from megatron.training.global_vars import get_run
 from megatron.training.runtime.setup import build_stage
 from megatron.training.training import pretrain

@@ -39,13 +39,6 @@ from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf, hf_folder, peft
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hf import as_classifier, without_heads
-from megatron.training.conversion.image_classifier import (
-    ARCHITECTURE,
-    export_classifier,
-    flags_of_classifier,
-    import_classifier,
-    is_image_classifier,
-)
 from megatron.training.conversion.lazy import made_ahead
 from megatron.training.conversion.peft import CONFIG, merged
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
@@ -68,6 +61,13 @@ from megatron.training.conversion.source import ConversionRequest as ConversionR
 from megatron.training.conversion.source import read_source as read_source
 from megatron.training.conversion.source import run_config as run_config
 from megatron.training.conversion.verify import compare_logits
+from megatron.training.conversion.vision import (
+    VIT_CLASSIFIER,
+    export_classifier,
+    flags_of_classifier,
+    import_classifier,
+    is_image_classifier,
+)
 from megatron.training.conversion.vision_language import (
     config_of,
     export_tensors,
@@ -159,7 +159,7 @@ def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
     weights = hf_folder.read_weights(wanted.source)
     fresh: tuple[str, ...] = ()
     if is_image_classifier(config):
-        architecture = ARCHITECTURE
+        architecture = VIT_CLASSIFIER
         flags = flags_of_classifier(config)
         tensors = import_classifier(config, weights)
     elif is_vision_language(config):
@@ -177,7 +177,7 @@ def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
     if fresh:
         heads = ", ".join(dict.fromkeys(name.partition(".")[0] for name in fresh))
         say(f"the weights have no {heads}: these get values to begin with")
-    is_text = architecture != ARCHITECTURE
+    is_text = architecture != VIT_CLASSIFIER
     one = embedding_of(tensors) if is_text else tensors["classifier.weight"]
     args = default_args() | flags | _precision(one.dtype)
     if is_text:

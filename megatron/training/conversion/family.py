@@ -1,4 +1,4 @@
-"""Conversion tables of one family of Hugging Face models: config.json and tensor names.
+"""Conversion tables of one family of Hugging Face models, and entries that several families share.
 
 In this package "ours" are the global tensor names of this program and the values of `ModelShape`;
 "theirs" are the tensor names and config.json entries of Hugging Face.
@@ -171,3 +171,319 @@ def named_rule(table: Names, name: str) -> Rule | None:
 
 def _rule_of(theirs: str | Rule) -> Rule:
     return Rule((theirs,)) if isinstance(theirs, str) else theirs
+
+
+REQUIRED = object()
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "squared_relu",
+}
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+Convert = Callable[[Any], object]
+
+
+def same(
+    theirs: str,
+    ours: str,
+    default: object = REQUIRED,
+    read: Convert | None = None,
+    write: Convert | None = None,
+) -> Field:
+    """Convert a value that has one name in config.json and one in `ModelShape`.
+
+    ``read`` and ``write`` convert between its two forms.  ``default`` replaces a missing entry: the
+    default of their config class, or a function of config.json.
+    """
+
+    def from_theirs(config: Config) -> Values:
+        value = config.get(theirs)
+        if value is None:
+            value = default(config) if callable(default) else default
+        if value is REQUIRED:
+            raise CheckpointError(f"config.json has no {theirs}")
+        return {ours: value if read is None else read(value)}
+
+    def from_ours(shape: ModelShape) -> Values:
+        value = getattr(shape, ours)
+        return {theirs: value if write is None else write(value)}
+
+    return Field(from_theirs, from_ours)
+
+
+def demand(*, is_required: bool = False, **values: object) -> Field:
+    """Require the only values that can be converted; entries may be missing unless required."""
+
+    def read(config: Config) -> Values:
+        for theirs, value in values.items():
+            found = config[theirs] if is_required else config.get(theirs, value)
+            if found != value:
+                raise CheckpointError(
+                    f"config.json has {theirs} {found}: only {value} can be converted"
+                )
+        return {}
+
+    return Field(read, lambda shape: values)
+
+
+def activation(theirs: str, default: str, *others: str) -> Field:
+    """Convert the activation of the MLP.
+
+    It is read from the first of ``others`` and ``theirs`` that has a value, else it is ``default``.
+    """
+
+    def read(config: Config) -> Values:
+        found = [config[name] for name in (*others, theirs) if config.get(name)]
+        name = found[0] if found else default
+        if name not in ACTIVATIONS:
+            raise CheckpointError(f"config.json has {theirs} {name}, which is not built here")
+        return {"activation": ACTIVATIONS[name]}
+
+    def write(shape: ModelShape) -> Values:
+        names = [name for name, ours in ACTIVATIONS.items() if ours == shape.activation]
+        is_default = default in names or not names  # no name: `choose_family` refuses the family
+        return {theirs: default if is_default else names[-1]}
+
+    return Field(read, write)
+
+
+def tied(default: bool) -> Field:
+    """Convert whether the output layer shares the word embedding."""
+    return same("tie_word_embeddings", "is_tied", default, bool)
+
+
+def rope_of(config: Config) -> JsonObject:
+    """Return config.json merged with its RoPE entries, which take precedence.
+
+    These are ``rope_parameters`` in transformers 5, ``rope_theta`` and ``rope_scaling`` before it.
+    """
+    out = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **config}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    out |= {name: value for name, value in rope.items() if value is not None}
+    out["rope_type"] = out.get("rope_type") or out.get("type") or "default"
+    return out
+
+
+def _read_rope(config: Config) -> Values:
+    rope = rope_of(config)
+    base, kind = rope["rope_theta"], rope["rope_type"]
+    if base != int(base):
+        raise CheckpointError(f"config.json has rope_theta {base}, which is no integer")
+    out = {"rotary_base": base, "rotary_percent": rope["partial_rotary_factor"]}
+    kind = "longrope" if kind == "su" else kind
+    if kind == "default":
+        return out
+    if kind not in _ROPE_TYPES:
+        raise CheckpointError(f"config.json has rope_type {kind}, which no flag of ours asks for")
+    for each in _ROPE_TYPES[kind][1]:
+        out |= each.read(rope)
+    return out
+
+
+def _write_rope(shape: ModelShape) -> Values:
+    """Write RoPE entries in the form that every version of transformers reads."""
+    out: JsonObject = {"rope_theta": float(shape.rotary_base), "rope_scaling": None}
+    if shape.rotary_percent != 1:
+        out["partial_rotary_factor"] = shape.rotary_percent
+    for kind, (name, entries) in _ROPE_TYPES.items():
+        if getattr(shape, name) != getattr(ModelShape, name):
+            out["rope_scaling"] = {"rope_type": kind}
+            for each in entries:
+                out["rope_scaling"] |= each.write(shape)
+    if shape.longrope_short_factor is not None:
+        out["original_max_position_embeddings"] = shape.longrope_original_max_position_embeddings
+    return out
+
+
+def _read_mscale(rope: Config) -> Values:
+    if rope.get("attention_factor") is not None:
+        raise CheckpointError(
+            f"config.json has attention_factor {rope['attention_factor']}: only the rule is built"
+        )
+    mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    if not mscale or not of_all:
+        return {}
+    return {"mscale": float(mscale), "mscale_all_dim": float(of_all)}
+
+
+_LENGTH = "original_max_position_embeddings"
+
+
+def _read_longrope_length(rope: Config) -> Values:
+    length = rope[_LENGTH]
+    most = rope["max_position_embeddings"]
+    factor = rope.get("factor")
+    if rope.get("attention_factor") is not None or factor not in (None, most / length):
+        name = "factor" if rope.get("attention_factor") is None else "attention_factor"
+        raise CheckpointError(
+            f"config.json has {name} {rope[name]} of LongRoPE; cosines and sines are scaled by the "
+            f"rule for max_position_embeddings {most} / {_LENGTH} {length} only"
+        )
+    return {f"longrope_{_LENGTH}": length}
+
+
+# rope_type -> the value of ours that then differs from its default, entries of rope_scaling.
+_ROPE_TYPES: dict[str, tuple[str, tuple[Field, ...]]] = {
+    "linear": (
+        "rotary_seq_len_interpolation_factor",
+        (same("factor", "rotary_seq_len_interpolation_factor", write=float),),
+    ),
+    "longrope": (
+        "longrope_short_factor",
+        (
+            same("short_factor", "longrope_short_factor", read=tuple),
+            same("long_factor", "longrope_long_factor", read=tuple),
+            Field(
+                _read_longrope_length,
+                lambda shape: {
+                    "factor": shape.max_position_embeddings
+                    / (shape.longrope_original_max_position_embeddings or 1)
+                },
+            ),
+        ),
+    ),
+    "yarn": (
+        "rotary_scaling_factor",
+        (
+            same("factor", "rotary_scaling_factor", read=float),
+            same(_LENGTH, f"yarn_{_LENGTH}", lambda rope: rope["max_position_embeddings"]),
+            same("beta_fast", "yarn_beta_fast", 32, float),
+            same("beta_slow", "yarn_beta_slow", 1, float),
+            same("truncate", "yarn_correction_range_round_to_int", True, bool),
+            Field(
+                _read_mscale,
+                lambda shape: (
+                    {"mscale": shape.mscale, "mscale_all_dim": shape.mscale_all_dim}
+                    if shape.mscale_all_dim
+                    else {}
+                ),
+            ),
+        ),
+    ),
+    "llama3": (
+        "rope_scaling_factor",
+        (
+            same("factor", "rope_scaling_factor", read=float),
+            demand(
+                is_required=True,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=8192,
+            ),
+        ),
+    ),
+}
+ROPE = Field(_read_rope, _write_rope)
+
+
+def _read_two_ropes(config: Config) -> Values:
+    """Read the bases of layers without and with a window, in the form of either transformers."""
+    ropes = config.get("rope_parameters") or {}
+    bases = {"rope_theta": config.get("rope_theta", 1e6), **(config.get("rope_scaling") or {})}
+    complete = {**bases, **ropes.get(_FULL, {})}
+    windowed = {
+        "rope_theta": config.get("rope_local_base_freq", 1e4),
+        "rope_type": "default",
+        **ropes.get(_WINDOWED, {}),
+    }
+    if windowed["rope_type"] != "default":
+        raise CheckpointError(
+            f"config.json has rope_type {windowed['rope_type']} of {_WINDOWED}: only default can "
+            "be converted"
+        )
+    return {
+        **_read_rope({**config, "rope_scaling": complete}),
+        "window_rotary_base": windowed["rope_theta"],
+    }
+
+
+TWO_ROPES = Field(
+    _read_two_ropes,
+    lambda shape: {
+        **_write_rope(shape),
+        "rope_local_base_freq": float(shape.window_rotary_base or shape.rotary_base),
+    },
+)
+
+
+def _read_mrope(config: Config) -> Values:
+    rope = {"rope_theta": 1000000.0, **rope_of(config)}
+    sections = rope.get("mrope_section", (16, 24, 24))
+    if rope["rope_type"] not in ("default", "mrope"):
+        raise CheckpointError(
+            f"config.json has rope_type {rope['rope_type']} beside mrope_section: only default can "
+            "be converted"
+        )
+    return {
+        **_read_rope({**config, "rope_scaling": {**rope, "rope_type": "default"}}),
+        "position_embedding_type": "mrope",
+        "mrope_section": tuple(sections),
+    }
+
+
+MROPE = Field(
+    _read_mrope,
+    lambda shape: {  # the form that every version of transformers reads
+        "rope_theta": float(shape.rotary_base),
+        "rope_scaling": {"type": "mrope", "mrope_section": list(shape.mrope_section or ())},
+    },
+)
+
+
+def windows(pattern: Callable[[Config, int], bool] | None = None, *, switch: bool = False) -> Field:
+    """Convert sliding windows of all layers, or of those in ``layer_types`` or ``pattern``.
+
+    Their window size counts the token itself, ours does not.  With ``switch``, windows are used
+    only if ``use_sliding_window`` is set.
+    """
+
+    def read(config: Config) -> Values:
+        count, size = config["num_hidden_layers"], config.get("sliding_window")
+        if not size or (switch and not config.get("use_sliding_window", False)):
+            return {"windows": (None,) * count}
+        kinds = config.get("layer_types") if pattern else None
+        seen = [
+            kinds[i] == _WINDOWED if kinds else pattern is None or pattern(config, i)
+            for i in range(count)
+        ]
+        return {"windows": tuple(size - 1 if is_seen else None for is_seen in seen)}
+
+    def write(shape: ModelShape) -> Values:
+        sizes = [window for window in shape.windows if window is not None]
+        out: dict[str, object] = {"sliding_window": sizes[0] + 1 if sizes else None}
+        if pattern is not None:
+            kinds = [_FULL if window is None else _WINDOWED for window in shape.windows]
+            out["layer_types"] = kinds
+        if switch:
+            out["use_sliding_window"] = bool(sizes)
+            out["max_window_layers"] = [*(w is not None for w in shape.windows), True].index(True)
+        return out
+
+    return Field(read, write)
+
+
+def alike(*names: str) -> tuple[Field, ...]:
+    """Convert required values that have the same name in theirs and in ours."""
+    return tuple(same(name, name) for name in names)
+
+
+SIZES = (
+    same("num_hidden_layers", "num_layers"),
+    same("intermediate_size", "ffn_hidden_size"),
+    *alike("hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size"),
+)
+LLAMA_FIELDS = (
+    *SIZES,
+    same("num_key_value_heads", "num_query_groups", None),
+    same("attention_dropout", "attention_dropout", 0.0),
+    ROPE,
+)
+HEAD_DIM = same("head_dim", "kv_channels", None)
+LLAMA_OUTSIDE = {
+    "embedding.word_embeddings": "model.embed_tokens",
+    "decoder.final_layernorm": "model.norm",
+    "output_layer": "lm_head",
+}

@@ -1,4 +1,4 @@
-"""Encoders of images and sound from Hugging Face and back: config.json and tensors, bit by bit.
+"""Encoders of images and sound, and image classifiers, from Hugging Face and back, bit by bit.
 
 An encoder has the conventions of its architecture (`training.models.encoders`): config.json must
 ask for them.  Only the encoder itself is converted: a pooling head beside it is left out.
@@ -9,17 +9,40 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import JsonObject
+from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.dist_checkpointing.mapping import from_param
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+from megatron.core.models.mimo import MimoModel
 from megatron.core.params.param_info import info_of
-from megatron.training.conversion.families.fields import demand, same
-from megatron.training.conversion.family import Config, Field, Names, Values, named_rule, read_whole
+from megatron.training.checkpointing.checkpoint_args import compare_models
+from megatron.training.checkpointing.paths import open_checkpoint
+from megatron.training.config.run import RunConfig
+from megatron.training.conversion.family import (
+    Config,
+    Field,
+    Names,
+    Values,
+    demand,
+    named_rule,
+    read_whole,
+    same,
+)
+from megatron.training.conversion.hf_folder import read_weights
 from megatron.training.conversion.lazy import reshaped, zeros
+from megatron.training.conversion.source import default_args, run_config
 from megatron.training.conversion.tensors import Heads, Rule
+from megatron.training.conversion.verify import model_on_meta
+from megatron.training.models.encoders import whisper_config
+from megatron.training.models.mimo import AUDIO_ENCODER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,3 +333,152 @@ def export_encoder(
             elif part.make().any():
                 raise CheckpointError(f"{name} is not zero, and their model has no {part.name}")
     return out
+
+
+VIT_CLASSIFIER = "ViTForImageClassification"
+_QKV = " ".join(f"attention.attention.{name}" for name in ("query", "key", "value"))
+
+
+def _write_labels(flags: Any) -> Values:
+    labels = {str(number): f"LABEL_{number}" for number in range(flags.num_classes)}
+    back = {label: int(number) for number, label in labels.items()}
+    return {"id2label": labels, "label2id": back, "qkv_bias": True}
+
+
+_VIT = EncoderFamily(
+    subtype=VIT_CLASSIFIER,
+    fields=(
+        demand(hidden_act="gelu", num_channels=3),
+        *sizes(12, 768, 3072, 12),
+        same("layer_norm_eps", "norm_epsilon", 1e-12),
+        same("hidden_dropout_prob", "hidden_dropout", 0.0),
+        same("attention_probs_dropout_prob", "attention_dropout", 0.0),
+        image_sizes(
+            224,
+            16,
+            lambda flags: {
+                "image_size": flags.img_h
+                if flags.img_h == flags.img_w
+                else [flags.img_h, flags.img_w],
+                "patch_size": flags.patch_dim,
+            },
+        ),
+        Field(
+            lambda config: {"num_classes": len(config.get("id2label", {0: "", 1: ""}))},
+            _write_labels,
+        ),
+    ),
+    outside={
+        "class_token": "vit.embeddings.cls_token",
+        "conv1": "vit.embeddings.patch_embeddings.projection",
+        "position_embeddings.weight": "vit.embeddings.position_embeddings",
+        "decoder.final_layernorm": "vit.layernorm",
+        "classifier": "classifier",
+    },
+    layer=names_of_layer(
+        *("layernorm_before", _QKV, "attention.output.dense", "layernorm_after"),
+        *("intermediate.dense", "output.dense"),
+    ),
+    layer_prefix="vit.encoder.layer.{}.",
+)
+# Fields of the layers that have one value in this architecture.
+_LAYERS = (
+    "activation_func bias_activation_fusion add_bias_linear add_qkv_bias gated_linear_unit "
+    "normalization qk_layernorm num_query_groups kv_channels layernorm_zero_centered_gamma "
+    "layer_norm_placement"
+).split()
+
+
+def is_image_classifier(config: Config) -> bool:
+    """Return whether config.json is that of a ViT with a classifier."""
+    return config.get("model_type") == "vit" and VIT_CLASSIFIER in config.get("architectures", ())
+
+
+def flags_of_classifier(config: Config) -> JsonObject:
+    """Return the flags, dest -> value, that build the model.  Raises CheckpointError."""
+    return {
+        "model_kind": "vit",
+        "bias_gelu_fusion": False,  # GELU by its formula, not by tanh
+        **{"tokenizer_type": "NullTokenizer", "vocab_size": 1},
+        **_VIT.flags(config),
+    }
+
+
+def import_classifier(config: Config, weights: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Return the tensors of `ViTClassifier` by name.  Raises CheckpointError."""
+    run = run_config(default_args() | flags_of_classifier(config))
+    return import_encoder(_VIT, model_on_meta(run, 1), config, weights)
+
+
+def export_classifier(
+    run: RunConfig, weights: Mapping[str, LazyTensor], came_with: Config
+) -> tuple[JsonObject, list[LazyTensor]]:
+    """Return config.json and their tensors; the reverse of `import_classifier`."""
+    config = _config_of(run, came_with)
+    return config, export_encoder(_VIT, run.model, config, weights)
+
+
+def _config_of(run: RunConfig, came_with: Config) -> JsonObject:
+    """Return a config.json of the model; the one it came with, if that describes it."""
+    values = {**vars(run.vision), **vars(run.model), **vars(run.image_classifier)}
+    flags = SimpleNamespace(**values, norm_epsilon=run.model.layernorm_epsilon)
+    config: JsonObject = {"architectures": [VIT_CLASSIFIER], "model_type": "vit"}
+    for each in _VIT.fields:
+        config |= each.write(flags)
+    described = flags_of_classifier(config)
+    built = run_config(default_args() | described)
+    for name in _LAYERS:
+        mine = getattr(run.model, name)
+        theirs = getattr(built.model, name)
+        if mine != theirs:
+            raise CheckpointError(f"a {VIT_CLASSIFIER} has {name} {theirs}, and this model {mine}")
+    if is_image_classifier(came_with) and flags_of_classifier(came_with) == described:
+        return {**came_with}
+    return config
+
+
+_LANGUAGE = "language_model."
+# What may precede the names of the encoder, by the class that has written the folder.
+_WHISPER_PREFIXES = ("model.encoder.", "encoder.")
+
+
+def load_parts(model: MimoModel, config: RunConfig) -> MimoModel:
+    """Read the weights that --language-model-checkpoint and --audio-encoder-model name.
+
+    A checkpoint of the complete model, which is read later, overrides them.  Raises
+    CheckpointError if a checkpoint holds another model.
+    """
+    if config.mimo.language_model_checkpoint is not None:
+        _load_language_model(model, config, config.mimo.language_model_checkpoint)
+    if config.mimo.audio_encoder_model is not None and "audios" in model.modality_submodules:
+        encoders = model.modality_submodules["audios"].get_submodule("encoders")
+        _load_whisper(encoders.get_submodule(AUDIO_ENCODER), config.mimo.audio_encoder_model)
+    return model
+
+
+def _load_language_model(model: MimoModel, config: RunConfig, folder: str) -> None:
+    content = open_checkpoint(folder)
+    asked = {**config.asked, "model_kind": "gpt", "num_layers": config.model.num_layers}
+    compare_models(content.asked, asked, is_finetuning=True).check(content.folder)
+    with open_reader(content.folder) as reader:
+        for param in model.language_model.parameters():
+            info = info_of(param)
+            reader.load(from_param(info.name.removeprefix(_LANGUAGE), info, param), cast=True)
+
+
+@torch.no_grad()
+def _load_whisper(encoder: nn.Module, folder: str) -> None:
+    config = whisper_config(folder)
+    weights = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in read_weights(Path(folder)).items()
+        for prefix in _WHISPER_PREFIXES
+        if name.startswith(prefix)
+    }
+    WHISPER.flags(config)  # refuses what the encoder here does not compute
+    found = import_encoder(WHISPER, encoder, config, weights)
+    for name, param in encoder.named_parameters():
+        whole = found[name].make()
+        for offset, view in info_of(param).pieces(param):
+            box = tuple(slice(i, i + n) for i, n in zip(offset, view.shape, strict=True))
+            view.copy_(whole[box])

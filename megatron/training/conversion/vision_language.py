@@ -18,8 +18,7 @@ from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.models.multimodal.llava_model import LLaVAModel
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf
-from megatron.training.conversion.families.fields import demand
-from megatron.training.conversion.family import Config, Family, Field, Values, read_whole
+from megatron.training.conversion.family import Config, Family, Field, Values, demand, read_whole
 from megatron.training.conversion.lazy import reshaped, zeros
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.source import default_args, image_token, run_config

@@ -22,9 +22,9 @@ from megatron.core.models.mimo import (
     VisionModalitySubmodules,
 )
 from megatron.core.models.mimo.submodules.audio import WhisperEncoderModel
-from megatron.core.models.mimo.submodules.vision import PatchFeatures
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
 from megatron.core.models.multimodal.splicing import splice
+from megatron.core.models.vision.clip_vit_model import CLIPViTModel
 from megatron.core.models.vision.multimodal_projector import (
     MultimodalProjector,
 )
@@ -93,7 +93,7 @@ def image_spec(config: RunConfig, groups: ProcessGroupCollection) -> ModuleSpec:
         "merges_neighbours": vision.pixel_shuffle,
     }
     parts = _encoder_and_projection(
-        config, groups, image_encoder(config), IMAGE_ENCODER, ModuleSpec(PatchFeatures, encoder)
+        config, groups, image_encoder(config), IMAGE_ENCODER, ModuleSpec(CLIPViTModel, encoder)
     )
     return ModuleSpec(VisionModalitySubmodules, submodules=parts)
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.config.errors import CheckpointError
 from megatron.training.conversion import hf_folder
 from megatron.training.conversion.convert import BESIDE, ConversionRequest, convert
-from megatron.training.conversion.image_classifier import flags_of_classifier
+from megatron.training.conversion.vision import flags_of_classifier
 
 OURS = "safetensors_dist"
 

@@ -20,7 +20,7 @@ from megatron.core.models.mimo import (
     VisionModalitySubmodules,
 )
 from megatron.core.models.mimo.submodules.audio import WhisperEncoderModel
-from megatron.core.models.mimo.submodules.vision import PatchFeatures
+from megatron.core.models.vision.clip_vit_model import CLIPViTModel
 from megatron.core.models.vision.multimodal_projector import MultimodalProjector, get_projector_spec
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.optimizer.clip_grads import counts_here
@@ -76,7 +76,7 @@ def mimo(
         "images": ModuleSpec(
             VisionModalitySubmodules,
             submodules={
-                "encoders": {"clip": ModuleSpec(PatchFeatures, {**encoder, **sizes})},
+                "encoders": {"clip": ModuleSpec(CLIPViTModel, {**encoder, **sizes})},
                 "input_projections": [projection],
             },
         ),

@@ -104,8 +104,6 @@ class LLaVAModel(MegatronModule):
         self.vp_stage = vp_stage
         self.image_token_index = image_token_index
         self.row_length = language_max_sequence_length if row_length is None else row_length
-        self.drops_class_token = drop_vision_class_token
-        self.merges_neighbours = pixel_shuffle
         self.arranges_tiles = self.reads_image_sizes = has_image_newline
         self.packs_samples = packs_samples
         self.language_model = GPTModel(
@@ -130,16 +128,18 @@ class LLaVAModel(MegatronModule):
         if pre_process and add_encoder:
             sizes: dict[str, Any] = {"img_h": img_h, "img_w": img_w, "patch_dim": patch_dim}
             layers = vision_transformer_config, vision_transformer_layer_spec
+            sizes |= {"drop_class_token": drop_vision_class_token}
+            sizes |= {"merges_neighbours": pixel_shuffle, "model_subtype": subtype}
             own = groups.without_context_parallelism()
-            self.vision_model = self.build_encoder(*layers, own, model_subtype=subtype, **sizes)
+            self.vision_model = self.build_encoder(*layers, own, **sizes)
             projector = vision_projection_config, vision_projection_layer_spec
-            self._build_projector(*projector, vision_projection_type, self.vision_model)
+            width = vision_transformer_config.hidden_size * (4 if pixel_shuffle else 1)
+            self._build_projector(*projector, vision_projection_type, width)
         self._finalize_parameters()
 
     def _build_projector(
-        self, config: TransformerConfig, spec: MLPSubmodules, kind: str, encoder: VisionModule
+        self, config: TransformerConfig, spec: MLPSubmodules, kind: str, width: int
     ) -> None:
-        width = encoder.config.hidden_size * (4 if self.merges_neighbours else 1)
         if self.arranges_tiles:
             self.image_newline = EmbeddingTable(config, 1)
         group = self.pg_collection.tp
@@ -264,14 +264,9 @@ class LLaVAModel(MegatronModule):
 
     def image_embeddings(self, images: Tensor, image_sizes: Tensor | None = None) -> Tensor:
         """Encode and project tiles: [t, 3, H, W] -> [t n, h], for n embeddings of a tile."""
-        assert isinstance(self.vision_model, CLIPViTModel), "the first stage has the encoder"
+        assert self.vision_model is not None, "the first stage has the encoder"
         assert self.vision_projection is not None
-        found = self.vision_model(images)
-        if self.drops_class_token:
-            found = found[:, self.vision_model.class_token_len :]
-        if self.merges_neighbours:
-            found = pixel_shuffle(found)
-        projected: Tensor = self.vision_projection(found)
+        projected: Tensor = self.vision_projection(self.vision_model(images))
         return projected.flatten(0, 1)
 
     def rows_of_images(self, images: Tensor, image_sizes: Tensor | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.models.vision.kinds import KINDS as KINDS
 from megatron.core.models.vision.kinds import check_images
 from megatron.core.models.vision.kinds import get_num_image_embeddings as get_num_image_embeddings
+from megatron.core.models.vision.multimodal_projector import pixel_shuffle
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import Init, new_parameter, param_info_for
@@ -41,12 +42,16 @@ class CLIPViTModel(VisionModule):
         img_w: int = 336,
         model_subtype: str = "clip",
         *,
+        drop_class_token: bool = False,
+        merges_neighbours: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         """Build the encoder.  ``model_subtype`` is a key of `KINDS`.
 
         ``class_token_len``: number of class tokens; ``add_class_token`` defaults to what the
-        subtype has.  Raises ConfigError if patches do not fill the image.
+        subtype has.  What a projector reads may be asked for: ``drop_class_token``: no embedding of
+        class tokens; ``merges_neighbours``: pixel shuffle.  Raises ConfigError if patches do not
+        fill the image.
         """
         groups = parallel_state.current() if pg_collection is None else pg_collection
         check_images("the vision encoder", model_subtype, img_h, img_w, patch_dim)
@@ -57,6 +62,8 @@ class CLIPViTModel(VisionModule):
         self.img_h = img_h
         self.img_w = img_w
         self.patch_dim = patch_dim
+        self.drop_class_token = drop_class_token
+        self.merges_neighbours = merges_neighbours
         has_class_token = kind.has_class_token if add_class_token is None else add_class_token
         self.class_token_len = class_token_len if has_class_token else 0
         self.seq_length = (img_h // patch_dim) * (img_w // patch_dim) + self.class_token_len
@@ -77,11 +84,12 @@ class CLIPViTModel(VisionModule):
         return norm
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Encode images: [b, 3, H, W] -> [b, n, h].  Collective over the tensor-parallel group.
+        """Encode images [b, 3, H, W], or videos of f frames [b, f, 3, H, W]: [.., n, h].
 
-        ``attention_mask``: True for pairs of patches that do not attend to each other.  Raises
-        DataError for images of another size.
+        Collective over the tensor-parallel group.  ``attention_mask``: True for pairs of patches
+        that do not attend to each other.  Raises DataError for images of another size.
         """
+        x = x.flatten(0, -4)
         check_image_size(x, self.img_h, self.img_w)
         hidden: Tensor = self.conv1(x)
         if self.class_token is not None:
@@ -92,7 +100,9 @@ class CLIPViTModel(VisionModule):
         hidden = self.run_layers(hidden, attention_mask)
         if self.ln_post is not None:
             hidden = self.ln_post(hidden)
-        return hidden
+        if self.drop_class_token:
+            hidden = hidden[:, self.class_token_len :]
+        return pixel_shuffle(hidden) if self.merges_neighbours else hidden
 
 
 def check_image_size(images: Tensor, img_h: int, img_w: int) -> None:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from megatron.training.conversion.families.bert import BERT, MEGATRON_BERT
-from megatron.training.conversion.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from megatron.training.conversion.families.experts import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from megatron.training.conversion.families.experts import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT_OSS,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from megatron.training.conversion.families.llama import DENSE, GPT2, IN_VISION_LANGUAGE
 from megatron.training.conversion.families.mamba import MAMBA2, NEMOTRON_H
 from megatron.training.conversion.families.t5 import T5

@@ -12,8 +12,16 @@ import re
 from dataclasses import replace
 
 from megatron.core.config.errors import CheckpointError
-from megatron.training.conversion.families.fields import SIZES, demand, same
-from megatron.training.conversion.family import Config, Family, Field, Names, Values
+from megatron.training.conversion.family import (
+    SIZES,
+    Config,
+    Family,
+    Field,
+    Names,
+    Values,
+    demand,
+    same,
+)
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.core.config.errors import CheckpointError
-from megatron.training.conversion.families.fields import (
+from megatron.training.conversion.family import (
     HEAD_DIM,
     LLAMA_FIELDS,
     LLAMA_OUTSIDE,
     MROPE,
     ROPE,
     TWO_ROPES,
+    Config,
+    Family,
+    Field,
+    Names,
+    Values,
     activation,
     demand,
     same,
     tied,
     windows,
 )
-from megatron.training.conversion.family import Config, Family, Field, Names, Values
 from megatron.training.conversion.tensors import Rule
 
 # Layer with norms before attention and MLP; other families reuse its entries.

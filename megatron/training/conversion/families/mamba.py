@@ -9,15 +9,19 @@ from collections.abc import Mapping
 
 from megatron.core.config.errors import CheckpointError
 from megatron.training.conversion.families.experts import SCALED, TOPK, WIDTH, groups
-from megatron.training.conversion.families.fields import (
+from megatron.training.conversion.family import (
     HEAD_DIM,
+    Config,
+    Family,
+    Field,
+    Names,
+    Values,
     activation,
     alike,
     demand,
     same,
     tied,
 )
-from megatron.training.conversion.family import Config, Family, Field, Names, Values
 from megatron.training.conversion.shape import ENDLESS, ModelShape
 from megatron.training.conversion.tensors import Rule
 

@@ -9,8 +9,17 @@ from __future__ import annotations
 import re
 
 from megatron.core.config.errors import CheckpointError
-from megatron.training.conversion.families.fields import ACTIVATIONS, alike, demand, same
-from megatron.training.conversion.family import Config, Family, Field, Names, Values
+from megatron.training.conversion.family import (
+    ACTIVATIONS,
+    Config,
+    Family,
+    Field,
+    Names,
+    Values,
+    alike,
+    demand,
+    same,
+)
 from megatron.training.conversion.shape import ENDLESS, ModelShape
 from megatron.training.conversion.tensors import Rule
 
