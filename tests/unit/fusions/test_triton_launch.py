@@ -199,7 +199,7 @@ def _launch_both_ways(rank: int, world_size: int, folder: Path) -> None:
     driver, last = cuda_driver(folder)
     triton.runtime.driver.set_active(driver)
     glu: Any = importlib.import_module("megatron.core.fusions.triton.glu")
-    numbers = 128, 0.0, 1, "silu", False, False, 128
+    numbers = 128, 0.0, 1, "silu", False, 128
     two, three = ((torch.zeros(n, 256), None, torch.zeros(n, 128)) for n in (2, 3))
     kernel = glu._forward[(2,)](*two, *numbers, num_warps=4)
     last.expect(kernel.asm["ptx"])
