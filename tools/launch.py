@@ -8,7 +8,6 @@ Takes all flags of torchrun; docs/fault_tolerance.md describes the others.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,13 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
-from megatron.core.config.errors import MegatronError, MissingDependency
-from megatron.training.fault_tolerance.launch_flags import (
-    Launch,
-    drop_own_flags,
-    parse,
-    value_of,
-)
+from megatron.core.config.errors import MegatronError
+from megatron.training.fault_tolerance.launch_flags import Launch, parse, value_of
 from megatron.training.fault_tolerance.supervisor import Supervisor
 
 _CHECK_NODE = str(Path(__file__).resolve().parent / "check_node.py")
@@ -32,12 +26,8 @@ _FAULTS = "FAULTS"  # injected faults: those of the ranks are not for --check-on
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until the run ends; return its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        launch = parse(words)
-        if launch.launcher == "nvrx":
-            command = nvrx_command(words)
-            os.execv(command[0], command)
+        launch = parse(sys.argv[1:] if argv is None else argv)
     except MegatronError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
@@ -72,18 +62,6 @@ def node_problem(launch: Launch, restarts: int) -> str | None:
     faults = {_FAULTS: os.environ.get(_FAULTS, ""), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
     code, output = run_program(command, **faults)
     return output if code == _UNHEALTHY else None
-
-
-def nvrx_command(words: Sequence[str]) -> list[str]:
-    """Return the command line of NVIDIA's ft_launcher.  Raises MissingDependency."""
-    beside = Path(sys.executable).parent / "ft_launcher"
-    program = str(beside) if beside.exists() else shutil.which("ft_launcher")
-    if program is None:
-        raise MissingDependency(
-            "--launcher nvrx: ft_launcher is not installed; "
-            'pip install "megatron-train[ft]", or remove the flag'
-        )
-    return [program, "--ignore-missing-fault-tol-cfg", *drop_own_flags(words)]
 
 
 if __name__ == "__main__":

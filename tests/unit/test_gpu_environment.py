@@ -6,12 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from megatron.core import device
-from megatron.core.parallel.run_store import RunStore
-from megatron.training.fault_tolerance.failure_watch import StallReport
 from megatron.training.process.preflight import set_gpu_defaults
 
 
@@ -52,30 +47,3 @@ def test_a_folder_that_others_can_write_to_is_no_cache(kind: str, temporary: Pat
         folder.symlink_to(temporary) if kind == "link" else folder.touch()
     set_gpu_defaults(environ)
     assert "TRITON_CACHE_DIR" not in environ
-
-
-def test_a_report_of_a_hang_writes_the_record_of_nccl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    bindings = torch._C._distributed_c10d
-    monkeypatch.setattr(bindings, "_dump_nccl_trace", lambda: b"record", raising=False)
-    monkeypatch.setattr(device, "is_cuda", lambda *_: True)
-    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_"))
-    report = StallReport(3, 4, timeout_s=100.0)
-    report.call_for_reports(RunStore(dist.HashStore(), b"secret"))
-    assert (tmp_path / "trace_3").read_bytes() == b"record"
-    assert [path.name for path in tmp_path.iterdir()] == ["trace_3"]
-    assert f"rank 3 wrote NCCL's last collectives to {tmp_path}/trace_3" in capfd.readouterr().err
-
-
-def test_a_report_is_complete_without_a_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    bindings = torch._C._distributed_c10d
-    monkeypatch.setattr(bindings, "_dump_nccl_trace", lambda: b"record", raising=False)
-    monkeypatch.setattr(device, "is_cuda", lambda *_: True)
-    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "missing" / "trace_"))
-    StallReport(0, 1, timeout_s=100.0).call_for_reports(RunStore(dist.HashStore(), b"secret"))
-    said = capfd.readouterr().err
-    assert "rank 0 stands in" in said
-    assert "NCCL's last collectives" not in said

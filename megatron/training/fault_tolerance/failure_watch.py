@@ -21,23 +21,20 @@ import json
 import os
 import select
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import TracebackType
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron.core import device
 from megatron.core.config.errors import MegatronError
 from megatron.core.diagnostics import collective_tracer
 from megatron.core.parallel.run_store import LOST_RANKS, RunStore, agree_on_secret
+from megatron.core.process_memory import boot_id
 from megatron.core.virtual_ranks import BACKEND
 from megatron.training.process import exit_report
 
@@ -62,8 +59,6 @@ _SHARE = 0.9  # of the timeout without progress, after which a rank reports
 _SLACK = 10.0  # times the longest pause between collectives so far: no reason for a report
 _SHOWN = 6  # different lines in a summary
 _POLLS_FOR_SUMMARY = 3  # after a call for reports
-# torch's variable for the files of NCCL's flight recorder, and its default.
-_TRACE_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "/tmp/nccl_trace_rank_")
 
 
 def failure_watch(
@@ -291,27 +286,6 @@ def notify_launcher(text: str) -> None:
         json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
-def write_flight_recorder(rank: int) -> Path | None:
-    """Write NCCL's record of this rank's last collectives where torch would; return the path.
-
-    Torch writes it when NCCL's timeout expires, but a rank that hangs is ended before.  Returns
-    None without NCCL, or if the file cannot be written.
-    """
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-    if dump is None or not device.is_cuda():
-        return None
-    path = Path(f"{os.environ.get(*_TRACE_FILE)}{rank}")
-    try:
-        # A new file that replaces another one: the name is known, and /tmp belongs to all users.
-        number, new = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(number, "wb") as file:
-            file.write(dump())
-        os.replace(new, path)
-    except (OSError, RuntimeError):
-        return None
-    return path
-
-
 class StallReport:
     """Watches this process's collectives, and reports what each rank does when one does not finish.
 
@@ -409,9 +383,6 @@ class StallReport:
             me = f"rank {self._rank}"
             said = f"{me} {doing} ({why})\n{me} began {record.counts()}\n{me} stands in\n{stack}"
             print(said, file=sys.stderr, end="", flush=True)
-            if (path := write_flight_recorder(self._rank)) is not None:
-                line = f"{me} wrote NCCL's last collectives to {path} (torchfrtrace reads it)"
-                print(line, file=sys.stderr, flush=True)
         self._has_reported = True
         with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
             store.set(f"{_LINE}{self._rank}", doing)
@@ -481,7 +452,7 @@ def _place() -> str:
     if not hasattr(os, "pidfd_open"):
         return ""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        boot = boot_id()
+        return boot and f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""

@@ -72,7 +72,6 @@ class Launch:
     node: str
     folder: Path
     signals: tuple[str, ...]
-    launcher: str
     check_node: bool
     detects_hangs: bool
 
@@ -93,16 +92,6 @@ def parser() -> argparse.ArgumentParser:
     port = os.environ.get("PET_MASTER_PORT")
     found.set_defaults(max_restarts=_MAX_RESTARTS, shutdown_timeout=None, master_port=port)
     return found
-
-
-def drop_own_flags(argv: Sequence[str]) -> list[str]:
-    """Return the command line without the flags that torchrun does not have."""
-    parsed = parser().parse_args(argv)
-    first = len(argv) - len(parsed.training_script_args) - 1
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_own_flags(own)
-    _, others = own.parse_known_args(argv[:first])
-    return [*others, *argv[first:]]
 
 
 def parse(argv: Sequence[str]) -> Launch:
@@ -137,7 +126,6 @@ def parse(argv: Sequence[str]) -> Launch:
         node=given["node_name"] or socket.gethostname(),
         folder=folder,
         signals=tuple(given["signals"].split(",")),
-        launcher=given["launcher"],
         check_node=given["check_node"],
         detects_hangs=not given["no_hang_detection"],
     )
@@ -178,12 +166,6 @@ def _add_own_flags(group: argparse._ActionsContainer) -> None:
         "--check-node",
         action="store_true",
         help="run tools/check_node.py before the first attempt and after a node is blamed",
-    )
-    add(
-        "--launcher",
-        choices=("own", "nvrx"),
-        default="own",
-        help="nvrx: replace this supervisor by ft_launcher of nvidia-resiliency-ext",
     )
 
 
