@@ -1,7 +1,7 @@
 """Training after pretraining: fine-tuning on conversations and pairs of answers, distillation,
 pruning and reinforcement learning.
 
-Importing the package registers its objectives; programs that train import it.
+Importing the package registers its objectives; programs that build their models import it.
 """
 
 from megatron.training.config.run import DPO, GRPO, REWARD, SFT

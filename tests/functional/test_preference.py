@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron.post_training  # noqa: F401  registers its objectives
 from megatron.core.config.errors import CheckpointError
 from megatron.training.conversion.convert import convert
 from megatron.training.conversion.source import ConversionRequest

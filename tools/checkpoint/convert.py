@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 
+import megatron.post_training  # noqa: F401  registers its objectives
 from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.training.conversion.convert import DTYPES, HF, PEFT, ConversionRequest, convert

@@ -1,4 +1,4 @@
-"""Objectives of post-training are registered by the programs that train."""
+"""Objectives of post-training are registered by the programs that build their models."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from tests.repo.source import ROOT
 from tests.support.command_lines import run_of
 
 
-@pytest.mark.parametrize("program", ["pretrain_gpt", "pretrain_mamba", "pretrain_rl"])
-def test_a_program_that_trains_registers_the_objectives(program):
+@pytest.mark.parametrize(
+    "program", ["pretrain_gpt", "pretrain_mamba", "pretrain_rl", "tools.checkpoint.convert"]
+)
+def test_a_program_registers_the_objectives(program):
     code = (
         f"import {program}\n"
         "from megatron.training.models.registry import _OBJECTIVES\n"
