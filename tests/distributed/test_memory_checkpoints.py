@@ -19,6 +19,7 @@ from megatron.core import process_memory
 from megatron.training.checkpointing import non_persistent
 from megatron.training.checkpointing.non_persistent import (
     FOLDER,
+    check_host_memory,
     claim_memory,
     remove_memory,
 )
@@ -118,3 +119,23 @@ def test_a_node_with_too_little_memory_is_refused_before_the_first_step(
     (said,) = run_ranks(start_without_memory, 1, [*TINY, *flags(tmp_path, memory)])
     message = "--non-persistent-ckpt-type in_memory: in-memory checkpoints need up to 0.001 GB of"
     assert message in said
+
+
+@pytest.mark.parametrize(
+    ("jump", "copies", "expected"),
+    [
+        (1, 0, "24.000 GB of host memory on the node of ranks 2 to 3"),
+        (2, 1, "30.000 GB of host memory on the node of ranks 0 to 1"),
+        (1, 1, "28.000 GB of host memory on the node of ranks 2 to 3"),
+    ],
+)
+def test_a_node_needs_memory_for_two_saves_of_each_part_that_it_stores(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, jump: int, copies: int, expected: str
+) -> None:
+    """Ranks 0 and 1 share a node, and ranks 2 and 3; rank r has a part of 2**r GB."""
+    monkeypatch.setenv(FOLDER, str(memory))
+    reports = [(node, 10**9 * 2**rank, 10**12) for rank, node in enumerate("aabb")]
+    monkeypatch.setattr(non_persistent, "all_gather_json", lambda value, group: reports)
+    flags = {"replication_jump": jump, "replication_factor": copies + 1}
+    line = check_host_memory(config(replication=True, **flags), 0, None)  # type: ignore[arg-type]
+    assert f"need up to {expected}" in line

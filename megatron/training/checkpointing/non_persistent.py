@@ -188,19 +188,24 @@ def remove_memory(config: CheckpointConfig) -> None:
 def check_host_memory(config: CheckpointConfig, part_bytes: int, group: ProcessGroup) -> str:
     """Return a line with the memory that saves need and that is free.  Collective.
 
-    ``part_bytes``: size of this rank's part.  A node stores as many copies as its ranks send, and a
-    save beside the previous one.  Raises ConfigError on every rank if a node has less free memory
-    than its saves need.
+    ``part_bytes``: size of this rank's part.  A node stores a part once, however many of its ranks
+    receive it (`save_local`), and a save is written beside the previous one.  Raises ConfigError on
+    every rank if a node has less free memory than its saves need.
     """
     folder = memory_folder(config)
     node = f"{process_memory.boot_id()} {folder.stat().st_dev} {folder}"
-    num_bytes = 2 * (1 + replication_of(config).copies) * part_bytes
-    reports = all_gather_json((node, num_bytes, _free_bytes(folder)), group)
+    reports = all_gather_json((node, part_bytes, _free_bytes(folder)), group)
+    replication = replication_of(config)
+    stored = {
+        (reports[(rank + distance * replication.jump) % len(reports)][0], rank)
+        for distance in range(replication.copies + 1)
+        for rank in range(len(reports))
+    }
     needed: dict[str, int] = Counter()
-    for where, size, _ in reports:
-        needed[where] += size
+    for where, rank in stored:
+        needed[where] += 2 * reports[rank][1]
     free = {where: size for where, _, size in reports}
-    tightest = min(needed, key=lambda where: free[where] - needed[where])
+    tightest = min(free, key=lambda where: free[where] - needed[where])
     ranks = [rank for rank, report in enumerate(reports) if report[0] == tightest]
     line = (
         f"in-memory checkpoints need up to {needed[tightest] / 1e9:.3f} GB of host memory on the "
