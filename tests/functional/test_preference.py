@@ -219,6 +219,16 @@ def test_classifiers_of_several_labels_are_refused(tmp_path):
     assert not (tmp_path / "base").exists()
 
 
+def test_a_reward_model_of_a_language_model_needs_finetune(tmp_path, model):
+    flags = ["--data-cache-path", str(tmp_path / "cache"), "--train-iters", "1"]
+    save = tmp_path / "save"
+    run_gpt(tmp_path, *flags_of(model), *DPO, *flags, "--save", str(save), base=BASE)
+    base = [flag for flag in BASE if flag != "--finetune"]
+    (said,) = run_ranks(refusal, 1, [*base, *flags_of(model, load=save), *flags, "--reward-model"])
+    assert "optimizer state does not fit a reward model: give --finetune" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.feature("Reward models: the same losses in every layout")
 def test_reward_models_are_equal_in_every_layout(tmp_path, model):
     flags = [*flags_of(model), "--reward-model", "--data-cache-path", str(tmp_path / "cache")]

@@ -264,7 +264,12 @@ def _load_folder(
     if (parts.asked or {}).get(_REWARD_MODEL):
         # It needs no output layer in the checkpoint, and may begin with a language model.
         parts = replace(parts, unused=(*parts.unused, _OUTPUT_LAYER))
-        begins_reward_model = weights_only and not common["args"].get(_REWARD_MODEL)
+        begins_reward_model = not common["args"].get(_REWARD_MODEL)
+        if begins_reward_model and not weights_only:
+            raise CheckpointError(
+                f"{folder} holds a language model, whose optimizer state does not fit a reward "
+                "model: give --finetune"
+            )
     else:
         begins_reward_model = False
     explanation = _check_model(parts, common, folder, is_finetuning=source["is_finetuning"])
