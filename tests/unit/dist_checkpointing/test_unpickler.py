@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import pickletools
 import random
+import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,11 @@ import pytest
 import torch
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
-from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile, load_archive
+from megatron.core.dist_checkpointing.megatron_formats.archive import (
+    MappedFile,
+    load_archive,
+    save_archive,
+)
 from megatron.core.dist_checkpointing.megatron_formats.unpickler import unpickle
 
 
@@ -92,6 +99,22 @@ def test_tensors_arrays_and_plain_values_come_back(tmp_path: Path) -> None:
     assert loaded["dtype"] is torch.int64
     assert loaded["size"] == (2, 3)
     assert vars(loaded["args"])["lr"] == 1e-3
+
+
+def test_arrays_are_written_by_names_of_numpy_that_all_its_versions_have(tmp_path: Path) -> None:
+    array = np.arange(5, dtype=np.uint32)
+    arguments = argparse.Namespace(lr=1e-3)
+    save_archive(tmp_path / "f.pt", {"array": array, "args": arguments})
+    with zipfile.ZipFile(tmp_path / "f.pt") as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+        found = [argument for code, argument, _ in pickletools.genops(archive.read(name))]
+    assert "numpy.core.multiarray _reconstruct" in found
+    assert not any("numpy._core" in str(argument) for argument in found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of numpy 2, at an old name
+        loaded = torch.load(tmp_path / "f.pt", weights_only=False)
+    assert np.array_equal(loaded["array"], array)
+    assert loaded["args"] == arguments
 
 
 def test_enums_of_megatron_become_records() -> None:

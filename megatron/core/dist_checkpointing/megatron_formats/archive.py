@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
 import struct
 import zipfile
 import zlib
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -174,10 +176,27 @@ def _rebuild(
     return rebuild
 
 
+class _Pickler(pickle._Pickler):
+    """Write numpy's functions by the names of numpy 1, which numpy 2 can import too.
+
+    Megatron-LM core_v0.14 runs with numpy 1, which before 1.26 has no module numpy._core.
+    """
+
+    def save_global(self: Any, obj: Any, name: str | None = None) -> None:
+        if getattr(obj, "__module__", None) == "numpy._core.multiarray":
+            self.write(f"cnumpy.core.multiarray\n{name or obj.__qualname__}\n".encode("ascii"))
+            self.memoize(obj)
+        else:
+            pickle._Pickler.save_global(self, obj, name)  # type: ignore[attr-defined]
+
+
+_PICKLE = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
+
+
 def write_archive(file: BinaryIO, value: object) -> None:
     """Write ``value`` as torch.save does.  Raises OSError."""
     try:
-        torch.save(value, file)
+        torch.save(value, file, pickle_module=_PICKLE)
     except RuntimeError as error:  # torch reports a short file, in place of the full disk
         raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
