@@ -364,11 +364,11 @@ def buffers_of(source: Path) -> Iterator[tuple[int, dict[Any, Any]]]:
             yield stage * 2 + rank, torch.load(path, weights_only=True)
 
 
-@pytest.mark.feature(
-    "Checkpoints: torch_dist with the optimizer gathered, in model space or bucket by bucket, loads"
-)
-@pytest.mark.parametrize("arrange", [gathered, in_buckets])
-def test_state_in_buffers_is_read_from_torch_dist(tmp_path: Path, arrange: Any) -> None:
+def in_torch_dist(tmp_path: Path, arrange: Any, **more: int) -> tuple[dict[str, Tensor], Path]:
+    """Return the tensors of a checkpoint, and its copy in torch_dist with buffers of ``arrange``.
+
+    ``more``: arguments of the run that wrote it.
+    """
     source = unpack(tmp_path, "gpt_torch_tp2pp2_distopt") / ITERATION
     whole = all_tensors(source)
     folder = tmp_path / "torch_dist"
@@ -384,11 +384,40 @@ def test_state_in_buffers_is_read_from_torch_dist(tmp_path: Path, arrange: Any) 
     write_metadata(folder, tensors, objects, unflattened={})
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "num_layers": 2}
-    common = {"args": argparse.Namespace(**sizes), "iteration": 5, "checkpoint_version": 3.0}
+    args = argparse.Namespace(**sizes, **more)
+    common = {"args": args, "iteration": 5, "checkpoint_version": 3.0}
     torch.save(common, folder / "common.pt")
+    return whole, folder
+
+
+@pytest.mark.feature(
+    "Checkpoints: torch_dist with the optimizer gathered, in model space or bucket by bucket, loads"
+)
+@pytest.mark.parametrize("arrange", [gathered, in_buckets])
+def test_state_in_buffers_is_read_from_torch_dist(tmp_path: Path, arrange: Any) -> None:
+    whole, folder = in_torch_dist(tmp_path, arrange)
     found = all_tensors(folder)
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[key], whole[key]) for key in whole)
+
+
+def test_buckets_without_sizes_are_damaged(tmp_path: Path) -> None:
+    def rename(source: Path, file: DcpFile, tensors: dict[str, Any]) -> dict[str, Any]:
+        objects = in_buckets(source, file, tensors)
+        for key in [key for key in tensors if ".dtype_" in key]:
+            tensors[key.replace("torch.float32, ", "torch.float16, ")] = tensors.pop(key)
+        return objects
+
+    _, folder = in_torch_dist(tmp_path, rename)
+    with pytest.raises(CheckpointDamaged, match="is damaged: a value in it does not fit"):
+        all_tensors(folder)
+
+
+def test_buffers_of_stages_that_the_layers_do_not_fill_are_refused(tmp_path: Path) -> None:
+    _, folder = in_torch_dist(tmp_path, gathered, virtual_pipeline_model_parallel_size=2)
+    message = f"{folder}: .*2 layers cannot be split over 4 stages.*; --no-load-optim does without"
+    with pytest.raises(CheckpointError, match=message):
+        all_tensors(folder)
 
 
 def test_padding_as_large_as_that_of_the_run_is_read(tmp_path: Path) -> None:

@@ -55,7 +55,14 @@ def optimizer_state(
                 own = optimizer[which] if isinstance(optimizer, list) else optimizer
                 states += _state(own, buffers and buffers[which], mine, arguments, stage, which)
         return states
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+    except (
+        CheckpointError,  # the layers cannot be split over the pipeline stages
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        ValueError,
+    ) as error:
         raise CheckpointError(
             f"{what} does not fit the model beside it ({error}){hint}; --no-load-optim does without"
         ) from None

@@ -239,9 +239,8 @@ def read_buckets(index: DcpIndex) -> dict[int, Unpickled]:
     groups: dict[int, Unpickled] = {}
     for (group, number, dtypes, kind), buckets in groupby(found, key=itemgetter(0, 1, 2, 3)):
         (unpadded,) = index.load(sizes[group])
-        key, lengths = next(
-            item for item in unpadded[number].items() if str(item[0]) == f"({dtypes})"
-        )
+        by_name = {str(key): (key, lengths) for key, lengths in unpadded[number].items()}
+        key, lengths = by_name[f"({dtypes})"]
         buffer = groups.setdefault(group, {}).setdefault(number, {}).setdefault(key, {})
         buffer[kind] = _concatenate([index.tensors[name] for *_, name in buckets], lengths)
     return groups
