@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import enum
 import math
 import operator
@@ -61,10 +62,11 @@ def layer_frequency(text: str) -> int | tuple[int, ...]:
     """Parse an int, or a list expression of digits and ``[]()+*,`` such as ``([1]*3+[0])*2``."""
     if re.fullmatch(r"\d+", text):
         return int(text)
-    try:
-        value = _evaluated(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, RecursionError, TypeError):
-        value = 0
+    value: Any = None
+    if re.fullmatch(r"[\d\s\[\]()+*,]+", text):  # other text makes the parser of Python warn
+        # The parser raises MemoryError where the expression is nested too deeply.
+        with contextlib.suppress(SyntaxError, RecursionError, MemoryError, TypeError):
+            value = _evaluated(ast.parse(text.strip(), mode="eval").body)
     if not isinstance(value, tuple):
         raise ValueError("a layer pattern is an int or a list expression like ([1]*3+[0])*2")
     return value

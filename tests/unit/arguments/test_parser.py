@@ -157,8 +157,12 @@ def test_layer_patterns_are_evaluated(text: str, value: int | tuple[int, ...]) -
 
 @pytest.mark.parametrize(
     "text",
-    ["__import__('os')", "[1]+", "([1],[0])", "[[1]]", "1+1", "[1]+1", "[1]**2", "[1,0][0]", "[1"],
+    [
+        *("__import__('os')", "[1]+", "([1],[0])", "[[1]]", "1+1", "[1]+1", "[1]**2", "[1,0][0]"),
+        *("[1", "[1] # comment", "[0x1]", "[1]*1if 1else[0]", "", "+" * 100_000 + "1"),
+    ],
 )
+@pytest.mark.filterwarnings("error")
 def test_other_expressions_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="^a layer pattern is an int or a list expression like"):
         layer_frequency(text)
