@@ -109,6 +109,8 @@ class TransformerConfig(
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
+        if self.recompute_granularity == "adaptive":  # an old name
+            fill(self, "recompute_granularity", "full")
         if self.ffn_hidden_size is None:
             fill(self, "ffn_hidden_size", 4 * self.hidden_size)
         if self.multi_latent_attention:  # head width is the sum of unrotated and rotated channels
