@@ -91,10 +91,10 @@ def without_memory(rank: int, world_size: int) -> list[Any]:
 
 
 def test_without_symmetric_memory_the_layers_stay_as_they_are() -> None:
-    kinds = "layers in fp8 or fp4, with adapters, or with a GEMM of their own"
+    why = "layers in fp8 or fp4, or with adapters, have no fused GEMM"
     for no_memory, quantized, no_shards in run_ranks(without_memory, 2):
         assert no_memory == (0, ["it needs a GPU"])
-        assert quantized == (0, [f"{kinds} have no fused GEMM"])
+        assert quantized == (0, [why])
         assert no_shards == (0, ["no layer of this program has sequence parallelism"])
 
 

@@ -37,9 +37,7 @@ class Overlapped(NamedTuple):
     reasons: list[str]
 
 
-_NO_FUSED_GEMM = (
-    "layers in fp8 or fp4, with adapters, or with a GEMM of their own have no fused GEMM"
-)
+_NO_FUSED_GEMM = "layers in fp8 or fp4, or with adapters, have no fused GEMM"
 
 
 def overlap_layers(

@@ -9,9 +9,9 @@ exp, GELU (erf), tanh, embeddings and rotary positions do not.  Norms choose the
 the rows are contiguous, which a single row always is.  MLPs use compiled kernels, which do not
 depend on the rows.  `make_batch_invariant` and `use_fast_linears` replace the others.
 
-On a GPU matmuls, attention over pages, norms and sums of probabilities are
-Triton's kernels, whose tiles and order do not depend on the number of rows; other operations
-compute each value alone.
+On a GPU matmuls, attention over pages and sums of probabilities are Triton's kernels, whose tiles
+and order do not depend on the number of rows.  Kernels of norms, torch's or Triton's, compute each
+row alone, and other operations each value.
 """
 
 from __future__ import annotations
