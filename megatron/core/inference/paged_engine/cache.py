@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -174,14 +175,12 @@ def grid_of_prompt(images: Sequence[PromptImage], starts: Sequence[int]) -> Inte
 
     ``starts``: the first row of each image.
     """
-    sizes: list[tuple[int, ...]] = []  # of the image at each token; zeros at text
-    row = 0
-    for image, start in zip(images, starts, strict=True):
-        frames, *patches = image.size
-        sizes += [(0, 0, 0)] * (start - row)
-        sizes.append((frames, *(count // MERGE for count in patches)))
-        row = start + image.num_rows
-    found = torch.tensor([[*sizes, (0, 0, 0)]])
+    hidden = [0, *accumulate(image.num_rows - 1 for image in images)]  # rows without a token
+    tokens = [start - count for start, count in zip(starts, hidden, strict=False)]
+    # Not a list with an item for each token: the engine's other requests wait meanwhile.
+    found = torch.zeros(1, tokens[-1] + 2, 3, dtype=torch.int64)
+    found[0, tokens] = torch.tensor([image.size for image in images])
+    found[..., 1:] //= MERGE
     counts = found.prod(-1)
     grid: Integers = splice(counts > 0, counts).grid_positions(found)[:, 0].numpy()
     return grid
