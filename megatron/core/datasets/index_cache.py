@@ -83,8 +83,8 @@ def cached_arrays(
     so its file marks a complete cache.  ``prefix-crc.json`` holds the CRC-32 of each array file and
     the source.  A cache written by Megatron-LM has no such file, and those of earlier releases have
     no source: one process compares its arrays once with those that ``build`` returns, then writes
-    the file.  In a directory that is read-only they need only have the description.  Not a
-    collective.
+    the file.  In a directory that is read-only, or without ``source``, those of earlier releases
+    need only have the description.  Not a collective.
     """
     path, crc_path = f"{prefix}-description.txt", f"{prefix}-crc.json"
     paths = [f"{prefix}-{name}.npy" for name in shapes]
@@ -112,7 +112,7 @@ def cached_arrays(
             return None
         arrays = _load_arrays(paths, shapes.values())
         is_same &= stored_source in (None, [*source])
-        is_trusted = crcs and stored_source is not None
+        is_trusted = crcs and (stored_source is not None or not source)
         is_trusted = is_trusted or not os.access(os.path.dirname(path) or ".", os.W_OK)
         if arrays and not is_same:
             warn_once(_OF_OTHER_DATA.format(prefix))
@@ -147,13 +147,20 @@ _OF_OTHER_DATA = "{}-*.npy belong to other data and are built again"
 
 
 def _load_arrays(paths: Sequence[str], shapes: Iterable[tuple[int, ...]]) -> list[np.ndarray]:
-    """Return the array of each path; nothing if one is missing, damaged or of another form."""
-    arrays = [array for path in paths if (array := load_array(path)) is not None]
-    fits = len(arrays) == len(paths) and all(
-        array.ndim and array.shape[1:] == shape and array.dtype.kind in "iub"
-        for array, shape in zip(arrays, shapes, strict=True)
-    )
-    return arrays if fits else []
+    """Return the array of each path; nothing if one is missing, damaged or of another form.
+
+    Columns beyond ``shapes``, which earlier releases have written, are left out.
+    """
+    found: list[np.ndarray] = []
+    for path, shape in zip(paths, shapes, strict=True):
+        array = load_array(path)
+        if array is None or array.ndim != 1 + len(shape) or array.dtype.kind not in "iub":
+            return []
+        array = array[(slice(None), *map(slice, shape))]
+        if array.shape[1:] != shape:
+            return []
+        found.append(array)
+    return found
 
 
 def _crcs_of(paths: Sequence[str]) -> dict[str, int]:

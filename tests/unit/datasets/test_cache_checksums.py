@@ -186,3 +186,19 @@ def test_forged_arrays_of_a_read_only_cache_give_a_message(
     forged: Any = build()
     with pytest.raises(DataError, match=r"-\*.npy do not belong to .*data .*: remove them"):
         forged[0]
+
+
+def test_a_cache_of_an_earlier_release_without_source_is_not_built_again(tmp_path: Path) -> None:
+    lengths = np.arange(12).reshape(6, 2)
+    prefix = str(tmp_path / "packing")
+    shapes = {"lengths": (2,)}
+    index_cache.cached_arrays(prefix, "images", shapes, lambda: [lengths])
+    index_cache.save_array(f"{prefix}-lengths.npy", np.pad(lengths, ((0, 0), (0, 1))))
+    crc = index_cache._crcs_of([f"{prefix}-lengths.npy"])
+    (tmp_path / "packing-crc.json").write_text(json.dumps(crc))
+
+    def build() -> list[np.ndarray]:
+        raise AssertionError("the cache is built again")
+
+    (found,) = index_cache.cached_arrays(prefix, "images", shapes, build)
+    assert np.array_equal(found, lengths)
