@@ -31,6 +31,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import loss_name
 from megatron.core.transformer.spec_utils import build_module
 from tests.support import moe_reference as plain
+from tests.support import selection
 from tests.support.one_process import one_process_groups, tiny_config
 from tests.support.ranks import run_ranks
 
@@ -275,10 +276,16 @@ CASES = [
     ("tp1-ep2-etp2", "allgather"),
     ("tp2-cp2-ep4-etp2", "alltoall"),
 ]
+DEFAULT = [
+    ("tp2-ep2-etp2", "alltoall"),
+    ("tp2-etp1", "alltoall"),
+    ("cp2-ep2", "flex"),
+    ("tp1-ep2-etp2", "allgather"),
+]  # of `make test`
 
 
 @pytest.mark.feature("Mixture of experts: every layout and dispatcher computes what one rank does")
-@pytest.mark.parametrize(("name", "dispatcher"), CASES)
+@pytest.mark.parametrize(("name", "dispatcher"), selection.only(DEFAULT, CASES))
 def test_experts_on_many_ranks_compute_what_a_plain_layer_computes(name, dispatcher):
     layout = LAYOUTS[name]
     needs_the_plain_answer(

@@ -40,10 +40,8 @@ LAYOUTS = {
         "pp dp padded per-token-loss", Sizes(dp=4, microbatches=3),
     ),
 }  # fmt: skip
-DEFAULT = [  # each flag once, with and without stages, instances and context parallelism
+DEFAULT = [  # each strategy, with and without stages and instances
     "a vocabulary and widths that four ranks do not divide",
-    "parameters sharded over cp",
-    "stages that share a vocabulary that replicas do not divide",
     "stages of instances that keep weights and share the optimizer",
 ]
 

@@ -32,7 +32,7 @@ FOUND = {
 }  # fmt: skip
 
 SEEDS = 20
-ALWAYS = 3  # random layouts of each test run; `make test-all` compares all of them
+ALWAYS = 2  # random layouts of each test run; `make test-all` compares all of them
 
 # What users of such systems ask for (section C of what was gathered), and what shows each besides
 # all random layouts.  C3, auxiliary losses, comes with experts.

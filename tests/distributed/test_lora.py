@@ -57,16 +57,12 @@ def trace(
 
 
 DEFAULT = (
-    "tensor-parallel",
     "tied-stages",
-    "zero-bubble",
     "zero-1-in-bf16",
     "fsdp2-on-meta",
     "expert-tensor-parallel",
     "latent-attention",
-    "hybrid",
     "context-parallel",
-    "shared-experts",
 )  # of `make test`
 
 

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.peft.lora import is_of_adapter
 from megatron.training.checkpointing.paths import resolve_folder
 from megatron.training.conversion.convert import PEFT, ConversionRequest, convert
-from tests.support import tolerances
+from tests.support import selection, tolerances
 from tests.support.ranks import run_ranks
 from tests.support.runs import TINY, refusal, run_gpt
 
@@ -42,7 +42,7 @@ def losses(run: list[dict[str, Any]]) -> list[float]:
 
 
 @pytest.mark.feature("LoRA: checkpoints hold adapters alone and resume in any layout")
-@pytest.mark.parametrize("format", ["safetensors_dist", "torch_dist"])
+@pytest.mark.parametrize("format", selection.first(1, ["safetensors_dist", "torch_dist"]))
 def test_adapters_resume_in_any_layout(base: Path, tmp_path: Path, format: str) -> None:
     save = ("--ckpt-format", format, "--save", str(tmp_path / "adapters"))
     flags = (*LORA, "--lr-decay-iters", str(STEPS), "--lr", "0.05")
@@ -73,7 +73,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", selection.only(["experts", "hybrid"], MODELS))
 def test_adapters_of_other_layers_resume_in_torch_dist(model: str, tmp_path: Path) -> None:
     ahead = ("--lr-decay-iters", "3", "--lr", "0.05")
     flags = (*MODELS[model].split(), *LORA[:2], *ahead, "--ckpt-format", "torch_dist")

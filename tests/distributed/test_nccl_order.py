@@ -82,15 +82,10 @@ def train(rank: int, world_size: int, argv: list[str]) -> Recorded:
 DEFAULT = (
     "TP, PP, ZeRO",
     "interleaved, early receives",
-    "zb-v",
     "two levels",
-    "all-to-all of heads",
     "flexible experts",
-    "interleaved experts",
     "sharded parameters",
-    "instances",
     "Muon",
-    "async local saves",
 )  # of `make test`
 
 

@@ -265,17 +265,11 @@ LAYOUTS = {
 
 DEFAULT = (
     "pp4-llama",
-    "pp4-vpp2-per-token",
-    "pp4-few",
     "pp4-vpp2-odd",
-    "pp2-vpp2-dp2-overlap",
     "pp2-dp2-unaligned-deferred",
     "pp2-vpp2-dp2-deferred",
-    "pp2-recompute",
-    "pp3-uneven",
     "pp2-vpp2-layout",
     "pp2-dp2-zb-h1",
-    "pp2-zb-h1-one-micro-batch",
     "pp2-tp2-sp-zb-v-llama",
     "pp2-waiting",
     "pp2-early",

@@ -9,8 +9,9 @@ import pytest
 from tests.support.reshard import differences, draw
 
 # Small ones that have most axes between them.
-SEEDS = (2, 6, 16)  # fp4, fully sharded; torch, offloaded; torch_dist, experts, Muon
-SLOW_SEEDS = (5, 7, 9, 10, 12)  # fully sharded fp8; fp4 of experts; T5; context parallel; ZeRO
+SEEDS = (2, 16)  # fp4, fully sharded; torch_dist, experts, Muon
+# torch, offloaded; fully sharded fp8; fp4 of experts; T5; context parallel; ZeRO
+SLOW_SEEDS = (6, 5, 7, 9, 10, 12)
 
 
 @pytest.mark.feature("Checkpoints: a fuzzer loads in random layouts what random others have saved")

@@ -146,11 +146,8 @@ LAYOUTS = {
 
 
 DEFAULT = (
-    "tp2-sp-v1.1",
-    "pp3-one",
     "pp4-learned",
     "pp3-learned-v1.1",
-    "pp4-recompute",
     "pp2-tp2-sp",
     "pp4-zb-h1",
     "dp2-zero",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -13,8 +14,11 @@ import pytest
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training.checkpointing.non_persistent import SUBFOLDER
+from tests.support import runs
 from tests.support.ranks import run_ranks
-from tests.support.runs import TINY, heard, losses, run_gpt, train_gpt
+from tests.support.runs import SIX_STEPS, heard, losses, train_gpt
+
+run_gpt = functools.partial(runs.run_gpt, base=SIX_STEPS)
 
 STEP = re.compile(r"iteration +(\d+)/")
 SCHEDULED = re.compile(r"  scheduled an async checkpoint save at iteration +(\d+) to")
@@ -38,7 +42,7 @@ def saving(folder: Path, *flags: str, every: int = 2) -> list[str]:
 
 @pytest.mark.feature("Checkpoints: written in the background while training goes on")
 def test_a_save_in_the_background_is_called_saved_when_it_is_on_disk(tmp_path: Path) -> None:
-    argv = [*TINY, *saving(tmp_path, "--async-save")]
+    argv = [*SIX_STEPS, *saving(tmp_path, "--async-save")]
     lines, _ = run_ranks(heard, 1, argv)[0]
     scheduled, done, steps = (places(p, lines) for p in (SCHEDULED, SAVED, STEP))
     assert list(scheduled) == [2, 4, 6]
@@ -94,7 +98,7 @@ def test_a_save_that_comes_too_early_waits_or_is_left_out(
     tmp_path: Path, when_busy: str, expected: list[int] | None
 ) -> None:
     flags = saving(tmp_path, "--async-save", "--async-save-when-busy", when_busy, every=1)
-    ((lines, _),) = run_ranks(heard, 1, [*TINY, *flags])
+    ((lines, _),) = run_ranks(heard, 1, [*SIX_STEPS, *flags])
     if expected is not None:
         assert saved(tmp_path / "ck") == expected
         return
@@ -116,7 +120,7 @@ def test_training_goes_on_after_a_failed_save_until_there_are_too_many(
 ) -> None:
     monkeypatch.setenv("FAULTS", "save.tensor:enospc:rank1:step2,save.written:raise:step4")
     flags = saving(tmp_path, *how)
-    lines, complaint = run_ranks(heard, 2, [*TINY, *flags, "--ckpt-max-failed-saves", "2"])[0]
+    lines, complaint = run_ranks(heard, 2, [*SIX_STEPS, *flags, "--ckpt-max-failed-saves", "2"])[0]
     assert complaint == ""
     warnings = [line for line in lines if line.startswith("WARNING: the checkpoint of iteration")]
     assert len(warnings) == 2
@@ -127,7 +131,7 @@ def test_training_goes_on_after_a_failed_save_until_there_are_too_many(
     monkeypatch.setenv("FAULTS", "save.tensor:enospc:rank1:step8")
     more = ["--train-iters", "12", "--override-opt_param-scheduler"]
     with pytest.raises(AssertionError, match="exit code 1"):
-        run_ranks(heard, 2, [*TINY, *flags, *more, "--ckpt-max-failed-saves", "0"])
+        run_ranks(heard, 2, [*SIX_STEPS, *flags, *more, "--ckpt-max-failed-saves", "0"])
     assert saved(tmp_path / "ck") == [6]
 
 
@@ -142,7 +146,7 @@ def train_without_output(rank: int, world_size: int, argv: Sequence[str], kind: 
 @pytest.mark.feature("Logging: a log that cannot be written to never ends a run")
 @pytest.mark.parametrize("kind", ["full", "nobody reads"])
 def test_a_run_outlives_its_output(tmp_path: Path, kind: str) -> None:
-    run_ranks(train_without_output, 1, [*TINY, *saving(tmp_path, every=6)], kind)
+    run_ranks(train_without_output, 1, [*SIX_STEPS, *saving(tmp_path, every=6)], kind)
     assert saved(tmp_path / "ck") == [6]
 
 
@@ -159,7 +163,7 @@ def test_a_killed_run_goes_on_from_the_newest_short_lived_checkpoint(
     monkeypatch.delenv("FAULTS")
     assert saved(tmp_path / "ck") == [3]
     assert saved(tmp_path / "ck" / SUBFOLDER) == [5]
-    ((lines, _),) = run_ranks(heard, 1, [*TINY, *flags])
+    ((lines, _),) = run_ranks(heard, 1, [*SIX_STEPS, *flags])
     assert f"NOTE: {tmp_path / 'ck'}: loading the non-persistent checkpoint" in "\n".join(lines)
     assert list(places(STEP, lines)) == [6]
     assert f"lm loss: {straight[-1]:.6E}" in "\n".join(lines)
@@ -195,7 +199,7 @@ def test_a_damaged_short_lived_checkpoint_is_passed_over(tmp_path: Path) -> None
     os.utime(tmp_path / "ck" / TRACKER, ns=(0, 0))
     data = folder / "__0_0.safetensors"
     data.write_bytes(data.read_bytes()[:-1] + b"x")
-    ((lines, _),) = run_ranks(heard, 1, [*TINY, *flags, "--override-opt_param-scheduler"])
+    ((lines, _),) = run_ranks(heard, 1, [*SIX_STEPS, *flags, "--override-opt_param-scheduler"])
     assert any("is damaged" in line and "trying the checkpoint before" in line for line in lines)
     assert list(places(STEP, lines)) == [4, 5, 6]
 
@@ -203,7 +207,7 @@ def test_a_damaged_short_lived_checkpoint_is_passed_over(tmp_path: Path) -> None
 @pytest.mark.feature("Checkpoints: only the newest N are kept, and multiples of K")
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     flags = saving(tmp_path, "--keep-last-checkpoints", "2", every=1)
-    ((lines, _),) = run_ranks(heard, 1, [*TINY, *flags, "--save-retain-interval", "3"])
+    ((lines, _),) = run_ranks(heard, 1, [*SIX_STEPS, *flags, "--save-retain-interval", "3"])
     assert saved(tmp_path / "ck") == [3, 5, 6]
     deleted = [line for line in lines if line.startswith("  successfully deleted checkpoint")]
     assert [int(line.split("iteration")[1].split()[0]) for line in deleted] == [1, 2, 4]

@@ -124,12 +124,9 @@ def metrics(
 
 
 DEFAULT = (
-    "attention",
     "step of a hybrid",
     "1f1b",
-    "interleaved",
     "context",
-    "t5",
     "experts",
 )  # of `make test`
 

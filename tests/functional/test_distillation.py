@@ -64,9 +64,8 @@ def of_step(metrics: list[dict[str, Any]], *more: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     "layout",
     selection.first(
-        3,
+        2,
         [
-            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
             "--tensor-model-parallel-size 2 --sequence-parallel --loss-chunk-size 20 "
             "--context-parallel-size 2",
             "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --use-distributed-optimizer",
@@ -75,6 +74,7 @@ def of_step(metrics: list[dict[str, Any]], *more: str) -> torch.Tensor:
             "--tensor-model-parallel-size 2 --untie-embeddings-and-output-weights "
             "--context-parallel-size 2 --calculate-per-token-loss",
             "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope",
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
         ],
     ),
 )

@@ -42,11 +42,18 @@ def _exists(family: str, layout: str) -> bool:
 
 
 PAIRS = [(of, name) for of in families.FAMILIES for name in LAYOUTS if _exists(of, name)]
-# By default each family runs in one layout, each layout in several families.
-DEFAULT = []
-for number, family in enumerate(families.FAMILIES):
-    of_family = [pair for pair in PAIRS if pair[0] == family]
-    DEFAULT.append(of_family[number % len(of_family)])
+# By default each kind of layers runs in one layout, and each layout with a few kinds.
+DEFAULT = [
+    ("llama3", "tp2"),
+    ("qwen3", "tp2 pp2"),
+    ("gemma3", "1 rank"),
+    ("olmo2", "pp2"),
+    ("qwen3-moe", "ep2"),
+    ("deepseek-v3, latent cache", "tp2"),
+    ("gpt-oss", "pp2"),
+    ("nemotron-h", "2 replicas"),
+    ("t5", "1 rank"),
+]
 
 
 @pytest.mark.feature(

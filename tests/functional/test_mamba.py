@@ -10,6 +10,7 @@ import torch
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM
 from megatron.inference.generation import open_writer
+from tests.support import selection
 from tests.support.ranks import run_ranks
 from tests.support.runs import losses, run_gpt
 
@@ -44,7 +45,9 @@ def write(rank: int, world_size: int, load: str) -> list[int]:
 
 
 @pytest.mark.feature("Mamba: a hybrid with experts goes on in any other layout, and writes")
-@pytest.mark.parametrize("ckpt_format", ["safetensors_dist", "torch_dist", "torch"])
+@pytest.mark.parametrize(
+    "ckpt_format", selection.first(2, ["safetensors_dist", "torch_dist", "torch"])
+)
 def test_a_hybrid_goes_on_in_another_layout(tmp_path: Path, ckpt_format: str) -> None:
     saves = ["--save", str(tmp_path / "saved"), "--save-interval", "3"]
     kind = ["--ckpt-format", ckpt_format]

@@ -46,13 +46,13 @@ def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     selection.first(
-        4,
+        2,
         [
-            (2, "--pipeline-model-parallel-size 2"),
             (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
             (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
             (4, "--tensor-model-parallel-size 2 --encoder-tp 1 --pipeline-model-parallel-size 2"),
             (2, "--tensor-model-parallel-size 2"),
+            (2, "--pipeline-model-parallel-size 2"),
             (4, "--tensor-model-parallel-size 4 --sequence-parallel --encoder-tp 2"),
         ],
     ),

@@ -13,7 +13,7 @@ from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.generation import GenerationLayout, open_writer
 from tests.functional.test_pretrain_gpt import steps
-from tests.support import tolerances
+from tests.support import selection, tolerances
 from tests.support.ranks import run_ranks
 from tests.support.runs import TINY, losses, run_gpt, run_gpt_in_virtual_ranks
 
@@ -38,7 +38,7 @@ def test_each_depth_is_reported_in_training_and_the_loss_of_the_model_is_its_own
     assert not any("mtp" in key and "validation" in key for line in found for key in line)
 
 
-@pytest.mark.parametrize("format_", ["safetensors_dist", "torch_dist"])
+@pytest.mark.parametrize("format_", selection.first(1, ["torch_dist", "safetensors_dist"]))
 def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path, format_: str) -> None:
     base = [*TINY, *AHEAD]
     straight = steps(run_gpt(tmp_path / "straight", base=base))
@@ -74,7 +74,7 @@ def written(rank: int, world_size: int, load: str, num_drafts: int) -> tuple[lis
     return [t.token for t in found], has_layers, engine.stats().num_drafts
 
 
-@pytest.mark.parametrize("format_", ["safetensors_dist", "torch_dist", "torch"])
+@pytest.mark.parametrize("format_", selection.first(1, ["torch", "safetensors_dist", "torch_dist"]))
 def test_the_layers_of_a_checkpoint_draft_tokens_if_asked(tmp_path: Path, format_: str) -> None:
     load = str(tmp_path / "ck")
     saved = ["--save", load, "--save-interval", "3", "--train-iters", "3"]

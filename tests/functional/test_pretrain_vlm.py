@@ -43,12 +43,15 @@ def same(found: list[float], wanted: list[float]) -> None:
 @pytest.mark.feature("Vision: pretrain_vlm.py has the losses of one process in every layout")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [
-        (2, "--tensor-model-parallel-size 2"),
-        (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
-        (4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
-        (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
-    ],
+    selection.first(
+        2,
+        [
+            (4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
+            (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+            (2, "--tensor-model-parallel-size 2"),
+            (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
+        ],
+    ),
 )
 def test_every_layout_has_the_losses_of_one_process(
     tmp_path: Path, whole: list[float], ranks: int, layout: str
@@ -60,10 +63,13 @@ def test_every_layout_has_the_losses_of_one_process(
 @pytest.mark.feature("Vision: pretrain_vlm.py trains Qwen2-VL, with M-RoPE, in every layout")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [
-        (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
-        (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
-    ],
+    selection.first(
+        1,
+        [
+            (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
+            (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
+        ],
+    ),
 )
 def test_images_of_any_size_have_the_losses_of_one_process(
     tmp_path: Path, ranks: int, layout: str
@@ -76,10 +82,13 @@ def test_images_of_any_size_have_the_losses_of_one_process(
 @pytest.mark.feature("Vision: pretrain_vlm.py trains LLaVA-NeXT, whose tiles lie in rows")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [
-        (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
-        (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
-    ],
+    selection.first(
+        1,
+        [
+            (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
+            (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
+        ],
+    ),
 )
 def test_tiles_in_rows_have_the_losses_of_one_process(
     tmp_path: Path, ranks: int, layout: str
@@ -98,12 +107,15 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
 @pytest.mark.feature("Vision: padding visits no expert of a vision-language model")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [
-        (1, "--decoder-seq-length 64"),
-        (2, "--pipeline-model-parallel-size 2 --decoder-seq-length 64"),
-        (2, "--expert-model-parallel-size 2 --decoder-seq-length 50 --micro-batch-size 1"),
-        (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
-    ],
+    selection.first(
+        2,
+        [
+            (2, "--pipeline-model-parallel-size 2 --decoder-seq-length 64"),
+            (2, "--expert-model-parallel-size 2 --decoder-seq-length 50 --micro-batch-size 1"),
+            (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
+            (1, "--decoder-seq-length 64"),
+        ],
+    ),
 )
 def test_padding_does_not_change_experts(
     tmp_path: Path, experts: list[dict[str, float]], ranks: int, layout: str
@@ -148,7 +160,7 @@ def test_frozen_parts_have_no_optimizer_state(tmp_path: Path) -> None:
 @pytest.mark.feature("Vision: FSDP2 shards vision-language models, with frozen parts too")
 @pytest.mark.parametrize(
     "frozen",
-    selection.first(2, ["--freeze-ViT", "--freeze-LM", "", "--freeze-LM --freeze-ViT"]),
+    selection.first(1, ["--freeze-ViT", "--freeze-LM", "", "--freeze-LM --freeze-ViT"]),
 )
 def test_fully_sharded_models_have_the_losses_of_one_process(tmp_path: Path, frozen: str) -> None:
     given = [*FLAGS, *frozen.split(), "--no-gradient-accumulation-fusion"]
@@ -171,7 +183,7 @@ def test_weights_of_frozen_parts_are_sharded_by_other_flags_too(tmp_path: Path) 
 
 
 @pytest.mark.feature("Vision: --recompute-vision recomputes the encoder's layers in backward")
-@pytest.mark.parametrize("frozen", ["", "--freeze-LM", "--freeze-ViT"])
+@pytest.mark.parametrize("frozen", selection.first(1, ["--freeze-LM", "--freeze-ViT", ""]))
 def test_recomputed_encoders_have_the_same_losses(tmp_path: Path, frozen: str) -> None:
     given = [*FLAGS, *frozen.split()]
     kept = losses(run_gpt(tmp_path / "kept", *given))

@@ -34,7 +34,7 @@ def test_a_recipe_runs_and_its_second_run_repeats_the_first_from_the_middle(
 @pytest.mark.parametrize(
     ("name", "kind", "ranks"),
     [
-        ("multimodal_llava_tp1_pp1", "vlm", 1),
+        pytest.param("multimodal_llava_tp1_pp1", "vlm", 1, marks=pytest.mark.slow),
         ("multimodal_llava_tp4_sp_cp2", "vlm", 4),
         ("mimo_dp8", "mimo", 2),
     ],

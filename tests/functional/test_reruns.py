@@ -17,9 +17,9 @@ import pytest
 
 from tests.support import host_gpu, selection
 from tests.support.ranks import run_ranks
-from tests.support.runs import TINY, train_gpt
+from tests.support.runs import SIX_STEPS, train_gpt
 
-DROPOUT = [*TINY, "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+DROPOUT = [*SIX_STEPS, "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-router-load-balancing-type aux_loss "
@@ -99,8 +99,6 @@ def train(
 DEFAULT = (
     "alone",
     "tensor",
-    "interleaved",
-    "zero-bubble",
     "experts",
     "zero",
 )  # of `make test`
@@ -127,13 +125,15 @@ def test_a_transient_error_leaves_the_losses_of_the_undisturbed_run(
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
-        (1, ""),
         (2, "--use-distributed-optimizer"),
-        pytest.param(
-            2, "--pipeline-model-parallel-size 2 --ckpt-format torch_dist", marks=not_emulated
-        ),
         pytest.param(2, "--tensor-model-parallel-size 2 --ckpt-format torch", marks=not_emulated),
         (2, "--pipeline-model-parallel-size 2"),
+        pytest.param(1, "", marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            "--pipeline-model-parallel-size 2 --ckpt-format torch_dist",
+            marks=[not_emulated, pytest.mark.slow],
+        ),
     ],
 )
 def test_a_persistent_error_is_blamed_and_the_run_goes_on_after_it(

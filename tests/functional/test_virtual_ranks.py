@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import selection
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     ON_HOST,
@@ -27,7 +28,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", selection.only(["pp2-vpp-cp2"], LAYOUTS))
 def test_virtual_ranks_print_the_losses_of_real_ones(tmp_path: Path, layout: str) -> None:
     flags = [*FLAGS, *LAYOUTS[layout].split()]
     save = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "2"]

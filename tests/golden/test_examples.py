@@ -47,7 +47,16 @@ ALL = sorted(
 )
 SCRIPTS = [script for script in ALL if not script.startswith("inference/")]
 
-SLOW_TO_PLAN = {"gpt_oss/train_gpt_oss_20b.sh"}  # sinks take attention apart into many blocks
+SLOW_TO_PLAN = {
+    "deepseek_v3/train_deepseek_v3.sh",
+    "gpt3/train_gpt3_345m_8gpu.sh",
+    "gpt_oss/train_gpt_oss_20b.sh",  # sinks take attention apart into many blocks
+    "llama/train_llama2_7b.sh",
+    "llama/train_llama3_8b_h100.sh",
+    "mamba/train.sh",
+    "mimo/scripts/run_vlm_train.sh",
+    "mixtral/train_mixtral_8x7b_distributed.sh",
+}
 
 # Entry of examples/inference -> the parser of its command line.
 PARSERS: dict[str, Callable[[list[str]], Any]] = {

@@ -88,10 +88,10 @@ def test_chunks_answer_as_the_loop_over_tokens_does(
     compare(inputs(tokens, torch.float32, where, groups), chunk)
 
 
-@pytest.mark.parametrize("lengths", [[9, 23, 47], [32, 47], [1] * 79, [78, 1]])
+@pytest.mark.parametrize("lengths", [[9, 3, 28], [32, 8], [1] * 40, [39, 1]])
 def test_packed_sequences_do_not_see_each_other(lengths: list[int], where: str) -> None:
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    compare(inputs(79, torch.float32, where, 2), 32, sequence=sequence.to(where))
+    compare(inputs(40, torch.float32, where, 2), 32, sequence=sequence.to(where))
 
 
 def test_without_a_state_and_without_a_skip(where: str) -> None:

@@ -27,11 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 "
-    "--min-lr 1e-4 --lr-decay-style cosine --train-iters 6 --mock-data "
+    "--min-lr 1e-4 --lr-decay-style cosine --train-iters 4 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 100 --hidden-dropout 0 --attention-dropout 0 "
     "--log-interval 1 --eval-interval 1000 --eval-iters 1 --num-workers 0 "
     "--no-create-attention-mask-in-dataloader"
 ).split()
+SIX_STEPS = [*TINY, "--train-iters", "6"]
+# The same without the number of steps, for a run whose length is given in samples.
+_AT = TINY.index("--train-iters")
+ANY_LENGTH = TINY[:_AT] + TINY[_AT + 2 :]
 # Flags of a run that stays on the host where `tests.support.host_gpu` has a device: it is compared
 # with programs or virtual ranks, which do not use the device.
 ON_HOST = ["--device", "cpu"]

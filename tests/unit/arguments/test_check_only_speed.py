@@ -6,6 +6,7 @@ import pytest
 
 from megatron.training.arguments.parser import parse_args
 from megatron.training.planning.check import check_only
+from tests.support import selection
 from tests.support.command_lines import argv
 
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -87,7 +88,7 @@ SPEED = [
 ]
 
 
-@pytest.mark.parametrize("words", SPEED)
+@pytest.mark.parametrize("words", selection.only(SPEED[::3], SPEED))
 def test_a_run_with_flags_of_speed_is_planned(words: str) -> None:
     lines: list[str] = []
     small = "--num-layers 4 --hidden-size 64 --global-batch-size 16 --check-world-size 8"

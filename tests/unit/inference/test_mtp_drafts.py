@@ -157,8 +157,8 @@ def test_limits_change_no_token_with_drafts(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("world", "sizes", "changes"),
     [
-        (2, {"tp": 2}, {}),
-        (2, {"pp": 2}, {}),
+        pytest.param(2, {"tp": 2}, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"pp": 2}, {}, marks=pytest.mark.slow),
         (4, {"tp": 2, "pp": 2}, {"mtp_num_layers": 2}),
         (2, {"ep": 2}, MOE),
     ],

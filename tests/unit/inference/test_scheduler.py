@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +12,14 @@ import pytest
 
 from megatron.core.inference.paged_engine.request import QueueFullError, Request, RequestError
 from megatron.core.inference.paged_engine.step_plan import NO_TOKEN, SAMPLE
+from tests.support import selection
 from tests.support.engine_lanes import LIMITS, UNLIMITED, Lanes, make_request, random_work
 
+# Tokens of a step, pages and lanes.
+LOADS = list(itertools.product([1, 7, 16, 64, UNLIMITED], [15, 24, 200], [1, 3]))
 
-@pytest.mark.parametrize("budget", [1, 7, 16, 64, UNLIMITED])
-@pytest.mark.parametrize("num_pages", [15, 24, 200])
-@pytest.mark.parametrize("num_lanes", [1, 3])
+
+@pytest.mark.parametrize(("budget", "num_pages", "num_lanes"), selection.only(LOADS[::2], LOADS))
 def test_random_work_gives_the_tokens_of_each_request_alone(
     budget: int, num_pages: int, num_lanes: int
 ) -> None:

