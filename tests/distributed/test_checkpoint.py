@@ -52,11 +52,11 @@ def load_and_compare(rank, world_size, root, tp, num_steps):
     assert_equal(values(loaded), values(trained))
 
 
-@pytest.mark.parametrize("saved_as", selection.only(LAYOUTS[1::2], LAYOUTS))
-def test_any_layout_loads_any_layout_weights_and_moments(tmp_path, saved_as):
-    run_ranks(save_after, saved_as[0], tmp_path, saved_as[1], 3)
+@pytest.mark.parametrize(("ranks", "saved_tp"), selection.only(LAYOUTS[1::2], LAYOUTS))
+def test_any_layout_loads_any_layout_weights_and_moments(tmp_path, ranks, saved_tp):
+    run_ranks(save_after, ranks, tmp_path, saved_tp, 3)
     for world_size, tp in LAYOUTS:
-        if (world_size, tp) != saved_as or world_size == 2:
+        if (world_size, tp) != (ranks, saved_tp) or world_size == 2:
             run_ranks(load_and_compare, world_size, tmp_path, tp, 3)
 
 

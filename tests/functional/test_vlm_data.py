@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.training.tokenizer.multimodal_tokenizer import qwen2p0_custom_template
-from tests.support import tolerances
+from tests.support import selection, tolerances
 from tests.support.ranks import run_ranks
 from tests.support.runs import TINY, losses, refusal, run_gpt
 from tests.support.tokenizer_files import write_bpe

@@ -82,8 +82,9 @@ class FusionConfig:
     batch_invariant_mode: bool = _training(
         False,
         "Compute the forward pass of training by the kernels of generation.",
-        ignored="training computes by its own kernels; log-probabilities of the generation engine "
-        "agree to rounding, and --inference-batch-invariant makes them independent of the batch",
+        refused="training computes by its own kernels, whose log-probabilities agree with those of "
+        "the generation engine to rounding; use --inference-batch-invariant for text that does "
+        "not depend on the batch",
     )
     masked_softmax_fusion: bool = _training(True, "Do not fuse scaling, masking and softmax.")
     bias_gelu_fusion: bool = _training(
