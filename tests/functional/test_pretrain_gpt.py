@@ -124,7 +124,7 @@ def steps(lines: list[dict[str, object]]) -> list[dict[str, object]]:
 
 
 @pytest.mark.feature("Checkpoints: a run killed at any moment resumes to the same numbers")
-@pytest.mark.parametrize("fault", ["step.before:kill:step5", "save.before:kill:step4"])
+@pytest.mark.parametrize("fault", ["step.before:kill:step3", "save.before:kill:step4"])
 def test_a_killed_run_resumes_to_the_same_numbers(tmp_path: Path, fault: str) -> None:
     straight = steps(run_gpt(tmp_path / "straight"))
     folder = tmp_path / "killed"
@@ -211,10 +211,10 @@ def test_a_resumed_run_with_larger_batches_takes_all_samples(tmp_path: Path) -> 
 
 def test_a_resumed_run_by_steps_has_data_for_other_batch_sizes(tmp_path: Path) -> None:
     save = ["--save", str(tmp_path / "ck"), "--load", str(tmp_path / "ck")]
-    run_gpt(tmp_path, *save, "--exit-interval", "5")
+    run_gpt(tmp_path, *save, "--exit-interval", "3")
     smaller = ["--global-batch-size", "2", "--override-opt_param-scheduler"]
     lines = run_gpt(tmp_path, *save, *smaller)
-    assert [line["consumed_samples"] for line in lines if line["kind"] == "step"][-1] == 42
+    assert [line["consumed_samples"] for line in lines if line["kind"] == "step"][-1] == 26
 
 
 @pytest.mark.feature("Running: a batch that does not divide evenly is decreased on request")
@@ -237,8 +237,8 @@ def test_skipped_iterations_take_their_data_and_run_nothing(tmp_path: Path) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAULTS", "step.gradient:nan:step2,step.gradient:nan:step4")
         lines = steps(run_gpt(tmp_path, "--iterations-to-skip", "2", "4"))
-    assert [line["consumed_samples"] for line in lines] == [8, 16, 24, 32, 40, 48]
-    assert ["lm loss" in line for line in lines] == [True, False, True, False, True, True]
+    assert [line["consumed_samples"] for line in lines] == [8, 16, 24, 32]
+    assert ["lm loss" in line for line in lines] == [True, False, True, False]
     rates = [line["learning-rate"] for line in lines]
     assert rates[1] == rates[0], "the schedule stands still"
 
