@@ -38,9 +38,10 @@ def test_a_plan_is_restored_from_its_array() -> None:
             b.pages.tolist(),
             b.targets.tolist(),
         ]
-    assert (found.num_rows, found.num_outputs) == (5, 2)
+    assert sum(len(segment.tokens) for segment in found.segments) == 5
+    assert found.num_outputs == 2
 
 
 def test_an_empty_plan_has_no_rows() -> None:
     found = StepPlan.from_array(StepPlan().to_array())
-    assert (found.segments, found.admissions, found.copies, found.num_rows) == ([], [], [], 0)
+    assert (found.segments, found.admissions, found.copies) == ([], [], [])

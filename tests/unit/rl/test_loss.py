@@ -151,8 +151,8 @@ def test_rows_are_as_long_as_the_longest_rollout() -> None:
     assert trim_rows(config, rollouts).data.seq_length == 64
     rollouts.bounds[2, 1] = 65
     assert trim_rows(config, rollouts).data.seq_length == 128
-    compiled = replace(config, model=replace(config.model, compile="layer"))
-    assert trim_rows(compiled, rollouts) is compiled
+    overlapped = replace(config, model=replace(config.model, tp_comm_overlap=True))
+    assert trim_rows(overlapped, rollouts) is overlapped
     (batch,) = step_batches(config_of({}), rollouts_of_golden(), torch.arange(ROWS), 0)
     assert {tuple(t.shape) for t in batch.values()} == {(ROWS, LENGTH)}
 
