@@ -25,7 +25,7 @@ from megatron.training.checkpointing.non_persistent import (
 )
 from megatron.training.config.checkpoint import CheckpointConfig
 from tests.support.ranks import run_ranks
-from tests.support.runs import TINY, losses, run_gpt, train_gpt
+from tests.support.runs import SIX_STEPS, losses, run_gpt, train_gpt
 
 FLAGS = "--hidden-dropout 0.1 --non-persistent-ckpt-type in_memory --non-persistent-save-interval 2"
 COPIES = "--replication --replication-jump 1"
@@ -55,9 +55,9 @@ def test_a_killed_run_resumes_from_memory_with_the_same_losses_and_leaves_nothin
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, is_node_lost: bool
 ) -> None:
     """A killed rank finds its part in memory; the copies replace the parts of a lost node."""
-    unbroken = run_gpt(tmp_path, "--hidden-dropout", "0.1", world_size=2)
+    unbroken = run_gpt(tmp_path, "--hidden-dropout", "0.1", base=SIX_STEPS, world_size=2)
     metrics = tmp_path / "resumed.jsonl"
-    argv = [*TINY, *flags(tmp_path, memory), "--metrics-file", str(metrics)]
+    argv = [*SIX_STEPS, *flags(tmp_path, memory), "--metrics-file", str(metrics)]
     argv += COPIES.split() if is_node_lost else []
     monkeypatch.setenv("FAULTS", "step.before:kill:rank1:step5")
     with pytest.raises(AssertionError, match="SIGKILL"):
@@ -116,7 +116,7 @@ def start_without_memory(rank: int, world_size: int, argv: list[str]) -> str:
 def test_a_node_with_too_little_memory_is_refused_before_the_first_step(
     tmp_path: Path, memory: Path
 ) -> None:
-    (said,) = run_ranks(start_without_memory, 1, [*TINY, *flags(tmp_path, memory)])
+    (said,) = run_ranks(start_without_memory, 1, [*SIX_STEPS, *flags(tmp_path, memory)])
     message = "--non-persistent-ckpt-type in_memory: in-memory checkpoints need up to 0.001 GB of"
     assert message in said
 
