@@ -127,8 +127,8 @@ def test_two_runs_are_compared_step_by_step(tmp_path: Path):
     flags = ["--log-params-hash-interval", "2", "--metrics-file", str(tmp_path / "m")]
     ((lines, _),) = run_ranks(heard, 1, [*TINY, *flags])
     seen = dict(found.groups() for line in lines if (found := HASH.match(line)))
-    assert list(seen) == ["2", "4", "6"]
-    assert len(set(seen.values())) == 3
+    assert list(seen) == ["2", "4"]
+    assert len(set(seen.values())) == 2
     again = run_gpt(tmp_path, *flags[:2], "--use-distributed-optimizer")
     logged = {line["iteration"]: line["params-hash"] for line in again if "params-hash" in line}
     assert logged == {int(i): int(text, 16) >> 40 for i, text in seen.items()}

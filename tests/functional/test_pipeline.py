@@ -56,7 +56,7 @@ def test_a_killed_run_with_virtual_stages_and_dropout_resumes_to_the_same_number
     folder = tmp_path / "killed"
     flags = ["--save", str(folder / "ck"), "--load", str(folder / "ck"), "--save-interval", "2"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FAULTS", "step.before:kill:rank1:step5")
+        patch.setenv("FAULTS", "step.before:kill:rank1:step3")
         with pytest.raises(AssertionError, match="SIGKILL"):
             run_gpt(folder, *flags, base=base, world_size=2)
     assert steps(run_gpt(folder, *flags, base=base, world_size=2)) == straight

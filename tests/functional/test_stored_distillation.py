@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,17 +15,12 @@ import torch
 from megatron.post_training.distillation import stored_distillation
 from megatron.post_training.distillation.logits_store import LogitsStore
 from megatron.training.planning.run_plan import plan_run
-from tests.support import tolerances
+from tests.support import runs, tolerances
 from tests.support.command_lines import run_of
 from tests.support.ranks import run_ranks
-from tests.support.runs import (
-    TINY,
-    losses,
-    refusal,
-    run_gpt,
-    train_gpt,
-)
+from tests.support.runs import SIX_STEPS, losses, refusal, train_gpt
 
+run_gpt = functools.partial(runs.run_gpt, base=SIX_STEPS)
 TEACHER = "--num-layers 3 --hidden-size 64 --swiglu --position-embedding-type rope".split()
 KL = "logits distillation loss"
 LAYOUT = (
@@ -44,7 +40,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saving(teacher: Path, store: Path, *flags: str) -> list[str]:
     """Return the command line that writes ``store``."""
     load = ["--load", str(teacher), "--finetune", "--logits-save-dir", str(store)]
-    return [*TINY, *TEACHER, *load, *flags]
+    return [*SIX_STEPS, *TEACHER, *load, *flags]
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +128,7 @@ def test_a_killed_run_loses_no_file_and_the_next_one_continues(
 
 
 def said(flags: Sequence[str]) -> str:
-    (complaint,) = run_ranks(refusal, 1, [*TINY, *flags])
+    (complaint,) = run_ranks(refusal, 1, [*SIX_STEPS, *flags])
     return str(complaint)
 
 
@@ -140,7 +136,7 @@ def test_other_data_is_refused_with_one_message(tmp_path: Path, store: Path) -> 
     load = ["--logits-load-dir", str(store)]
     for flags, message in (
         (["--seed", "9"], "has other tokens here: save the store with the data, the seed"),
-        (["--train-iters", "9"], "the store has 32 samples and not sample 32"),
+        (["--train-iters", "9"], "the store has 48 samples and not sample 48"),
         (["--seq-length", "16"], "of the store are (32, 101), of this run (16, 101): give"),
         (["--vocab-size", "90"], "of the store are (32, 101), of this run (32, 91): give"),
     ):
@@ -152,9 +148,9 @@ def test_other_data_is_refused_with_one_message(tmp_path: Path, store: Path) -> 
 
 def test_a_sample_that_is_missing_may_be_trained_without(tmp_path: Path, store: Path) -> None:
     flags = ["--logits-load-dir", str(store), "--logits-load-ignore-errors"]
-    found = losses(run_gpt(tmp_path, *flags, "--train-iters", "5"), KL)
-    assert found[3] > 0
-    assert found[4] == 0
+    found = losses(run_gpt(tmp_path, *flags, "--train-iters", "7"), KL)
+    assert found[5] > 0
+    assert found[6] == 0
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path, store: Path) -> None:
@@ -164,7 +160,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, store: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
-    assert "is damaged at sample 31: save the store again" in said(
+    assert "is damaged at sample 47: save the store again" in said(
         ["--logits-load-dir", str(tmp_path)]
     )
     file.write_bytes(data[:1000])
