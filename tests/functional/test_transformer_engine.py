@@ -16,11 +16,11 @@ import torch
 from tests.support import selection, tolerances
 from tests.support.fake_transformer_engine import installed
 from tests.support.ranks import run_ranks
-from tests.support.runs import TINY, losses, run_gpt, train_gpt
+from tests.support.runs import SIX_STEPS, losses, run_gpt, train_gpt
 
 NOTED = ("kind", "recipe", "is_first", "splits", "fuses")
 KEYS = ("lm loss", "grad-norm", "params-norm")
-BASE = [*TINY, "--log-params-norm"]
+BASE = [*SIX_STEPS, "--log-params-norm"]
 LAYOUT = (
     "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
     "--use-distributed-optimizer --recompute-granularity full --recompute-method uniform "

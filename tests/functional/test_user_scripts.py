@@ -18,7 +18,7 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.initialize import initialize_megatron
 from tests.support import selection, tolerances, user_spec
 from tests.support.ranks import run_ranks
-from tests.support.runs import ANY_LENGTH, ON_HOST, TINY, losses, run_gpt, train_gpt
+from tests.support.runs import ANY_LENGTH, ON_HOST, SIX_STEPS, losses, run_gpt, train_gpt
 
 HERE = Path(__file__).resolve().parents[1] / "support"
 DATA = HERE.parent / "golden" / "data" / "text_text_document"
@@ -36,7 +36,7 @@ def run_script(rank: int, world_size: int, name: str, argv: Sequence[str]) -> di
 def losses_of_script(folder: Path, *flags: str, world_size: int = 1) -> tuple[list[float], Any]:
     """Training losses of user_pretrain.py, and what its last rank has seen."""
     metrics = folder / "metrics.jsonl"
-    argv = [*TINY, *flags, "--metrics-file", str(metrics)]
+    argv = [*SIX_STEPS, *flags, "--metrics-file", str(metrics)]
     left = run_ranks(run_script, world_size, "user_pretrain.py", argv)
     return losses([*map(json.loads, metrics.read_text().splitlines())]), left[-1]
 
@@ -44,7 +44,7 @@ def losses_of_script(folder: Path, *flags: str, world_size: int = 1) -> tuple[li
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of pretrain_gpt.py."""
-    return losses(run_gpt(tmp_path_factory.mktemp("ours")))
+    return losses(run_gpt(tmp_path_factory.mktemp("ours"), base=SIX_STEPS))
 
 
 def close(actual: Sequence[float], expected: Sequence[float]) -> None:
@@ -74,7 +74,7 @@ def test_a_pretraining_script_gives_our_losses(
     close(found, ours)
     assert left["seen"]["num_microbatches"] == {4}
     assert left["seen"]["training"] == {True, False}  # the last evaluations come after training
-    assert sorted(set(left["seen"]["iterations"])) == list(range(5))
+    assert sorted(set(left["seen"]["iterations"])) == list(range(7))
 
 
 def test_a_pretraining_script_divides_its_sequences(tmp_path: Path, ours: list[float]) -> None:
@@ -86,8 +86,8 @@ def test_flags_of_the_model_reach_a_script_on_real_data(tmp_path: Path) -> None:
     flags = ["--data-path", str(DATA), "--split", "90,5,5", "--data-cache-path", str(tmp_path)]
     flags += ["--vocab-size", "40000", "--swiglu", "--qk-layernorm"]
     flags += ["--position-embedding-type", "rope", "--normalization", "RMSNorm"]
-    base = [f for f in TINY if f != "--mock-data"]
-    with mock.patch("tests.functional.test_user_scripts.TINY", base):
+    base = [f for f in SIX_STEPS if f != "--mock-data"]
+    with mock.patch("tests.functional.test_user_scripts.SIX_STEPS", base):
         found, _ = losses_of_script(tmp_path, *flags)
     assert found == losses(run_gpt(tmp_path / "ours", *flags, *ON_HOST, base=base))
 
@@ -102,13 +102,13 @@ def test_what_a_loss_function_shows_besides_losses_is_handed_on(tmp_path: Path) 
 def test_a_batch_that_grows_is_seen_by_scripts(tmp_path: Path) -> None:
     ramp = ["--rampup-batch-size", "4", "4", "12", "--train-samples", "32"]
     base = ANY_LENGTH
-    with mock.patch("tests.functional.test_user_scripts.TINY", base):
+    with mock.patch("tests.functional.test_user_scripts.SIX_STEPS", base):
         _, left = losses_of_script(tmp_path, *ramp)
     assert left["seen"]["num_microbatches"] == {2, 4}
 
 
 def losses_of_loop(loop: str, *flags: str, world_size: int = 1) -> list[float]:
-    argv = [*TINY, "--my-loop", loop, *flags]
+    argv = [*SIX_STEPS, "--my-loop", loop, *flags]
     left = run_ranks(run_script, world_size, "user_train_loop.py", argv)
     assert all(part["losses"] == left[0]["losses"] for part in left)
     return left[0]["losses"]
@@ -132,11 +132,11 @@ def test_a_train_loop_of_a_script_gives_the_losses_of_pretrain_gpt(
 
 def test_a_train_loop_of_a_script_logs_as_the_flags_ask(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    flags = ["--metrics-file", str(metrics), "--eval-interval", "2", "--log-params-norm"]
+    flags = ["--metrics-file", str(metrics), "--eval-interval", "3", "--log-params-norm"]
     found = losses_of_loop("steps", *flags, "--tensorboard-dir", str(tmp_path / "tb"))
     lines = [*map(json.loads, metrics.read_text().splitlines())]
     assert [line["lm loss"] for line in lines if line["kind"] == "step"] == found
-    assert [line["iteration"] for line in lines if line["kind"] != "step"] == [2, 4]
+    assert [line["iteration"] for line in lines if line["kind"] != "step"] == [3, 6]
 
 
 @pytest.mark.parametrize("loop", ["steps", "bare"])
@@ -157,7 +157,7 @@ def train_and_count(rank: int, world_size: int, argv: Sequence[str]) -> list[int
 
 def losses_with_spec(folder: Path, *spec: str) -> tuple[list[float], list[int]]:
     metrics = folder / "metrics.jsonl"
-    argv = [*TINY, "--metrics-file", str(metrics), "--spec", *spec]
+    argv = [*SIX_STEPS, "--metrics-file", str(metrics), "--spec", *spec]
     (built,) = run_ranks(train_and_count, 1, argv)
     return losses([*map(json.loads, metrics.read_text().splitlines())]), built
 
@@ -190,7 +190,7 @@ def test_local_and_our_own_function_are_our_layer(
 
 def start_with(rank: int, world_size: int, parsed: bool) -> tuple[int, int, int]:
     """initialize_megatron() behind a parser of the script's own."""
-    argv = ["script.py", *TINY, *([] if parsed else ["--somebody-elses", "5"])]
+    argv = ["script.py", *SIX_STEPS, *([] if parsed else ["--somebody-elses", "5"])]
     with mock.patch("sys.argv", argv):
         if parsed:
             args = validate_args(parse_args())
