@@ -191,7 +191,7 @@ def test_overlap_without_fused_gemms_of_blocks_is_announced(
     log = (tmp_path / "run/log").read_text()
     (line,) = [line for line in log.splitlines() if "--tp-comm-overlap is without" in line]
     assert f"is without effect{where}" in line
-    assert "layers in fp8 or fp4, with adapters" in line
+    assert "layers in fp8 or fp4, or with adapters, have no fused GEMM" in line
 
 
 HYBRID = "--num-layers 4 --hybrid-override-pattern M*-E --mamba-num-groups 2 --mamba-head-dim 32"
