@@ -77,7 +77,8 @@ def build_sample_idx(
     ) // sequence_length
     result = np.empty((num_samples + 1, 2), np.int32 if is_small else np.int64)
     result[0] = 0
-    row, num_tokens = 1, 0  # next row; tokens before this chunk
+    row = 1  # the next one
+    num_tokens = 0  # before this chunk
     for first in range(0, len(document_indices), _DOCUMENTS_AT_ONCE):
         if row > num_samples:
             break
@@ -92,7 +93,8 @@ def build_sample_idx(
         starts = ends[at] - sizes[documents[at]]
         result[row:stop, 0] = first + at
         result[row:stop, 1] = tokens - starts + back
-        row, num_tokens = max(row, stop), int(ends[-1])
+        row = max(row, stop)
+        num_tokens = int(ends[-1])
     if row <= num_samples:
         raise ValueError("the documents hold fewer tokens than the epochs ask for")
     return result
@@ -154,7 +156,8 @@ def build_mapping(
                 stop = max(first + reached + 1, first + min_num_sent)
                 stop = stop if end - stop > 1 else end
                 rows.append((first, stop, target))
-                first, target = stop, next(targets)
+                first = stop
+                target = next(targets)
     result = np.array(rows, np.uint32 if is_small else np.uint64).reshape(-1, 3)
     draws = _mersenne_twister_64(seed + 1)
     order = list(range(len(rows)))

@@ -130,7 +130,8 @@ class RingPlan:
             blocks = ((block, None) for block in blocks_of(*where, self.context.is_causal))
         else:
             blocks = _bands(*where, self.window, self.kernel.takes_windows)
-        hidden, bias = self.context.hidden, self.context.bias
+        hidden = self.context.hidden
+        bias = self.context.bias
         for block, window in blocks:
             keys = held_tokens(self.lengths, source, self.ring.size, q.device)[block.keys]
             yield (

@@ -436,7 +436,8 @@ class ChatRequest(_OpenAIRequest):
         elif not is_last:
             return "", []
         elif tools.function is not None:
-            content, calls = "", [call_object(tools.function, sample.text)]
+            content = ""
+            calls = [call_object(tools.function, sample.text)]
         else:
             call = read_call(sample.text)
             content, calls = (sample.text, []) if call is None else ("", [call])

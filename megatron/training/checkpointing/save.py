@@ -56,7 +56,8 @@ def save_run(
     checkpoints are complete, and training may continue.
     """
     contents = contents_of(config, parts, counters, **values)
-    world, iteration = parts.groups.world, contents.common["iteration"]
+    world = parts.groups.world
+    iteration = contents.common["iteration"]
     assert config.save is not None, "a save without --save"
     if is_local:
         saved = save_local(

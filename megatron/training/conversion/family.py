@@ -269,7 +269,8 @@ def rope_of(config: Config) -> JsonObject:
 
 def _read_rope(config: Config) -> Values:
     rope = rope_of(config)
-    base, kind = rope["rope_theta"], rope["rope_type"]
+    base = rope["rope_theta"]
+    kind = rope["rope_type"]
     if base != int(base):
         raise CheckpointError(f"config.json has rope_theta {base}, which is no integer")
     out = {"rotary_base": base, "rotary_percent": rope["partial_rotary_factor"]}
@@ -441,7 +442,8 @@ def windows(pattern: Callable[[Config, int], bool] | None = None, *, switch: boo
     """
 
     def read(config: Config) -> Values:
-        count, size = config["num_hidden_layers"], config.get("sliding_window")
+        count = config["num_hidden_layers"]
+        size = config.get("sliding_window")
         if not size or (switch and not config.get("use_sliding_window", False)):
             return {"windows": (None,) * count}
         kinds = config.get("layer_types") if pattern else None

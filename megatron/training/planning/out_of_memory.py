@@ -120,7 +120,8 @@ def changes(config: RunConfig) -> Iterator[dict[str, object]]:
     """Yield possible changes of arguments, dest -> value, the cheapest first."""
     m = config.model
     training = config.training
-    tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
+    tp = m.tensor_model_parallel_size
+    pp = m.pipeline_model_parallel_size
     if tp > 1 and not m.sequence_parallel:
         yield {"sequence_parallel": True}
     if config.data_parallel_size > 1 and not config.optimizer.use_distributed_optimizer:

@@ -35,7 +35,8 @@ def json_lines(path: str) -> Iterator[tuple[bytes, int]]:
     wanted_by = f"--input {path} is a Parquet file"
     arrow = require("pyarrow", wanted_by)
     parquet = require("pyarrow.parquet", wanted_by)
-    num_rows, stored_bytes = 0, os.path.getsize(path)
+    num_rows = 0
+    stored_bytes = os.path.getsize(path)
     try:
         # Without threads: workers are forked while the file is open.
         with parquet.ParquetFile(path, pre_buffer=False) as file:
@@ -216,7 +217,9 @@ def _blocks_of_stream(
     path: str, separator: re.Pattern[bytes] | None, num_bytes: int
 ) -> Iterator[Block]:
     ready = bytearray()  # decompressed, not in a block yet
-    start, stored, wanted = 0, 0, num_bytes
+    start = 0
+    stored = 0
+    wanted = num_bytes
     for piece, position in pieces(path, num_bytes):
         ready += piece
         _check_size(path, start, len(ready))
@@ -230,7 +233,8 @@ def _blocks_of_stream(
         if cut:
             yield Block(path, start, start + cut, position - stored, bytes(ready[:cut]))
             del ready[:cut]
-            start, stored = start + cut, position
+            start += cut
+            stored = position
         wanted = max(num_bytes, 2 * len(ready))  # do not search a long record again for each piece
     if ready:
         yield Block(path, start, start + len(ready), os.path.getsize(path) - stored, bytes(ready))

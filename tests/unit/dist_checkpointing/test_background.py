@@ -240,7 +240,8 @@ def test_ranks_wait_for_one_that_says_that_it_still_writes(tmp_path, monkeypatch
 
 def test_a_plan_is_computed_again_only_for_another_structure(tmp_path):
     made, _ = contents(3)
-    plan, planned = {}, []
+    plan = {}
+    planned = []
 
     def counting(tensors):
         planned.append(len(tensors))

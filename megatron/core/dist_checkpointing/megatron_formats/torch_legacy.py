@@ -388,7 +388,8 @@ class _Tree:
         The global name is empty for an ``_extra_state`` entry, which has no tensor.
         """
         layers = self.common.get("stages")
-        stage, stored = chunk * self.pp + pp, self.reader.tensors
+        stage = chunk * self.pp + pp
+        stored = self.reader.tensors
         return stage_names(stored, self.args, stage, experts=experts, layers=layers)
 
     def _shard(self, name: str, tp: int, prefix: str = "") -> Tensor:
