@@ -177,7 +177,7 @@ def _open_json(path: str) -> _Part:
                 )
             return _Part(path, "element", range(len(rows)), rows.__getitem__)
         file.seek(0)
-        # Negative: a blank line, which is no row.  One number per line, as a file may have many.
+        # Negative: a blank line, which holds no row.  One number per line, as a file may have many.
         sizes = (-len(line) if line.isspace() else len(line) for line in file)
         signed = np.fromiter(sizes, np.int64)
     ends = np.abs(signed).cumsum()
@@ -264,7 +264,7 @@ def _row_of_table(table: Any, i: int) -> object:
     try:
         row: Mapping[str, Any] = table.slice(i, 1).to_pylist()[0]
     except (ArithmeticError, LookupError, ValueError) as error:
-        # A text that is no UTF-8, or a date in the year 10**9.
+        # A text that is not UTF-8, or a date in the year 10**9.
         raise DataError(f"a value has no meaning: {error}; correct it") from None
     return {key: value for key, value in row.items() if value is not None}
 

@@ -81,10 +81,11 @@ def cached_arrays(
     Arrays are rebuilt if they are damaged, have another ``description``, or were built from another
     ``source``: numbers that tell other data under the same name.  The description is written last,
     so its file marks a complete cache.  ``prefix-crc.json`` holds the CRC-32 of each array file and
-    the source.  A cache written by Megatron-LM has no such file, and those of earlier releases have
-    no source: one process compares its arrays once with those that ``build`` returns, then writes
-    the file.  In a directory that is read-only, or without ``source``, those of earlier releases
-    need only have the description.  Not a collective.
+    the source.  A cache written by Megatron-LM has no such file, and one written by an earlier
+    release has a file without the source.  If ``source`` is given, one process compares the arrays
+    of such a cache once with the result of ``build`` and then writes the file.  Without ``source``
+    the file of an earlier release is enough, and in a read-only directory the description is.
+    Not a collective.
     """
     path, crc_path = f"{prefix}-description.txt", f"{prefix}-crc.json"
     paths = [f"{prefix}-{name}.npy" for name in shapes]

@@ -154,14 +154,14 @@ def wrong_chunks(name: str, num_chunks: int) -> str | None:
     wanted = SCHEDULES[name]
     if num_chunks == wanted or (wanted is None and num_chunks > 1):
         return None
-    cure = "use --pipeline-schedule interleaved for virtual stages"
+    fix = "use --pipeline-schedule interleaved for virtual stages"
     if wanted != 1:
-        cure = (
+        fix = (
             f"give --num-virtual-stages-per-pipeline-rank {wanted or 2}, or a "
             f"--pipeline-model-parallel-layout with {wanted or 2} stages per rank"
         )
     stages = "1 virtual stage" if wanted == 1 else f"{wanted or 'several'} virtual stages"
-    return f"--pipeline-schedule {name} needs {stages} per pipeline rank, not {num_chunks}: {cure}"
+    return f"--pipeline-schedule {name} needs {stages} per pipeline rank, not {num_chunks}: {fix}"
 
 
 def _order(

@@ -59,7 +59,7 @@ Body: TypeAlias = Mapping[str, Any]
 T = TypeVar("T")
 
 _SHOWN = 80  # characters of a value in an error message
-# A repr of the first items alone: that of a long list would hold up the event loop.
+# The repr of a long list would hold up the event loop: show the first items.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
 _SHORT.maxstring = _SHOWN

@@ -271,7 +271,7 @@ async def read_prompts(
 
 
 def _replaced(items: list[Any], kind: type, new: Iterable[Any]) -> list[Any]:
-    """Return ``items`` with ``new`` in the places of those of a kind."""
+    """Return ``items`` with the items of one kind replaced by ``new``, in order."""
     found = iter(new)
     return [next(found) if isinstance(item, kind) else item for item in items]
 

@@ -119,8 +119,8 @@ def preference_loss(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the sum of the losses of all pairs, their number, and the logged sums.
 
-    ``output`` [1, n]: negative log-probabilities, or the scores of a reward model, of which the
-    loss mask selects that of the last token of each answer.  `pairs_of` names the tensors of
+    ``output`` [1, n]: negative log-probabilities, or the scores of a reward model; the loss mask
+    selects the score of the last token of each answer.  `pairs_of` names the tensors of
     ``batch``.  Collective over the context-parallel group.
     """
     is_reward_model = config.objective == run.REWARD

@@ -272,7 +272,7 @@ def _read_rope(config: Config) -> Values:
     base = rope["rope_theta"]
     kind = rope["rope_type"]
     if base != int(base):
-        raise CheckpointError(f"config.json has rope_theta {base}, which is no integer")
+        raise CheckpointError(f"config.json has rope_theta {base}, which is not an integer")
     out = {"rotary_base": base, "rotary_percent": rope["partial_rotary_factor"]}
     kind = "longrope" if kind == "su" else kind
     if kind == "default":

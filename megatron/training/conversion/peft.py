@@ -154,7 +154,7 @@ _MOST_LETTERS = 1000
 def read_config(folder: Path) -> JsonObject:
     """Return adapter_config.json.  Raises CheckpointError for adapters of another kind.
 
-    Ranks are those of the tensors.
+    Ranks are read from the shapes of the tensors.
     """
     path = folder / CONFIG
     config = read_json(path)
@@ -163,7 +163,9 @@ def read_config(folder: Path) -> JsonObject:
             raise CheckpointError(f"{path} has {name} {str(found)[:80]}: only {values[-1]} is read")
     alphas = config.get("alpha_pattern") or {}
     if not isinstance(alphas, dict):
-        raise CheckpointError(f"{path} has an alpha_pattern that is no table of names and numbers")
+        raise CheckpointError(
+            f"{path} has an alpha_pattern that is not a table of names and numbers"
+        )
     for pattern in alphas:
         if not _is_pattern(pattern):
             raise CheckpointError(

@@ -100,8 +100,8 @@ class Rule:
 def tensors_of(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return global name -> shape, without padding, of every tensor of the model.
 
-    They are those of the model that the flags build, on the device "meta".  Raises MegatronError
-    if there is no such model.
+    Builds the model of the flags on the device "meta", without storage.  Raises MegatronError if
+    the flags do not describe a valid model.
     """
     flags = args_of(replace(shape, is_reward=False)) | {"tokenizer_type": "NullTokenizer"}
     run = run_config(default_args() | flags | {"vocab_size": shape.vocab_size})

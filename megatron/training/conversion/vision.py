@@ -390,7 +390,7 @@ _LAYERS = (
 
 
 def is_image_classifier(config: Config) -> bool:
-    """Return whether config.json is that of a ViT with a classifier."""
+    """Return whether config.json describes a ViT with a classifier."""
     return config.get("model_type") == "vit" and VIT_CLASSIFIER in config.get("architectures", ())
 
 

@@ -154,8 +154,8 @@ class VisionLanguageShape:
     """What a config.json of a vision-language model describes.
 
     ``text_config`` and ``images``: config.json of the language model and of the encoder.
-    ``flags``: dest -> value, those of images, without the last ``num_unused_layers`` layers of the
-    encoder, whose output nothing reads.
+    ``flags``: dest -> value of the flags about images.  The last ``num_unused_layers`` layers of
+    the encoder, whose output nothing reads, are not counted.
     """
 
     family: VisionLanguageFamily

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 _SAMPLED = 100  # texts
 _SAMPLE_BYTES = 1 << 15  # read for them, and the longest beginning of a text
-_OTHER_FILES = 64  # that are open beside those of partitions
+_OTHER_FILES = 64  # open files besides the files of partitions
 _SURROGATE = re.compile("[\ud800-\udfff]")  # invalid Unicode, which workers report
 
 

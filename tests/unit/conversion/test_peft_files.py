@@ -236,7 +236,7 @@ def test_adapters_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
                 {"lora_alpha": 0},
                 "has lora_alpha 0: give numbers",
             ),
-            ("model.layers.0.self_attn.q_proj", {"alpha_pattern": ["q"]}, "that is no table of"),
+            ("model.layers.0.self_attn.q_proj", {"alpha_pattern": ["q"]}, "that is not a table of"),
             ("model.layers.0.self_attn.q_proj", {"modules_to_save": 5}, "has modules_to_save 5: "),
             (
                 "model.layers.0.self_attn.q_proj",

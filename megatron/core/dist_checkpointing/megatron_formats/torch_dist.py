@@ -5,10 +5,10 @@ command line, are all saved by torch.  Optimizer state is stored by parameter nu
 ``torch``, or by parameter name.
 
 Format ``torch_dist`` has common.pt and metadata.json besides.  Equal tensors of all layers are
-stacked, with the layer as first dimension, unless the layers differ; those of all experts of a
-layer likewise, by expert number.  A distributed optimizer saves each rank's range of a flattened
-shard: a tensor of shape [X, Y] with shards [x, y] is stored with shape [X/x, Y/y, x*y], and its
-original shape is stored in the index.  Vocabulary padding is written.
+stacked, with the layer as first dimension, unless the layers differ; equal tensors of the experts
+of a layer are stacked by expert number.  A distributed optimizer saves each rank's range of a
+flattened shard: a tensor of shape [X, Y] with shards [x, y] is stored with shape
+[X/x, Y/y, x*y], and its original shape is stored in the index.  Vocabulary padding is written.
 
 ``fully_sharded_bucket_space``: each bucket of an optimizer's buffer, padding included, is one flat
 tensor over the data-parallel ranks:
@@ -298,7 +298,7 @@ class TorchDcpReader(ForeignReader):
         model = state.get("model")
         if not isinstance(model, Mapping):
             raise CheckpointError(
-                f"{self.folder / METADATA} holds no model: it is no checkpoint of Megatron-LM "
+                f"{self.folder / METADATA} holds no model: it is not a checkpoint of Megatron-LM "
                 "in format torch_dcp or fsdp_dtensor"
             )
         check_args(self.args)

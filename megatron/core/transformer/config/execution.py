@@ -82,9 +82,9 @@ class FusionConfig:
     batch_invariant_mode: bool = _training(
         False,
         "Compute the forward pass of training by the kernels of generation.",
-        refused="training computes by its own kernels, whose log-probabilities agree with those of "
-        "the generation engine to rounding; use --inference-batch-invariant for text that does "
-        "not depend on the batch",
+        refused="training computes by its own kernels; its log-probabilities agree with the "
+        "engine's to rounding; use --inference-batch-invariant for text that does not depend on "
+        "the batch",
     )
     masked_softmax_fusion: bool = _training(True, "Do not fuse scaling, masking and softmax.")
     bias_gelu_fusion: bool = _training(

@@ -236,7 +236,7 @@ def given(
 
 
 def named(flags: str) -> Callable[[Settings], list[str]]:
-    """Return a breach: those of ``flags`` that are given, without their values."""
+    """Return a breach that lists which of ``flags`` are given, without their values."""
     return lambda c: [flag for flag in flags.split() if is_set(c.value(flag))]
 
 
