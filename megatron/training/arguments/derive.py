@@ -430,6 +430,7 @@ def _whole_parts(ns: Namespace, length: int) -> int:
         tp=ns.tensor_model_parallel_size,
         sequence_parallel=ns.sequence_parallel,
     )
+    part = max(1, part)  # a rule reports sizes below 1
     return -(-length // part) * part
 
 

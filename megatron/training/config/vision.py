@@ -166,7 +166,7 @@ def largest_image(flags: Any, embeddings_per_tile: int) -> int:
     largest = largest_number_of_tiles(flags) * embeddings_per_tile
     rows = [height // max(1, flags.img_h) for height, _ in grids_of(flags)]
     # Each row of embeddings ends with one of its own.
-    return largest + max(rows, default=0) * math.isqrt(embeddings_per_tile)
+    return largest + max(rows, default=0) * math.isqrt(max(0, embeddings_per_tile))
 
 
 def largest_number_of_tiles(flags: Any) -> int:

@@ -65,8 +65,8 @@ def image_problems(subtype: str, img_h: int, img_w: int, patch_dim: int) -> list
     problems = [] if subtype in KINDS else [_UNKNOWN.format(subtype)]
     blocks = subtype in KINDS and KINDS[subtype].reads_any_size
     for flag, size in (("--img-h", img_h), ("--img-w", img_w)):
-        if blocks and size % (2 * patch_dim):
+        if blocks and patch_dim > 0 and size % (2 * patch_dim):
             problems.append(f"{flag} {size} is not a multiple of twice --patch-dim {patch_dim}")
-        elif size % patch_dim or size < patch_dim:
+        elif patch_dim < 1 or size % patch_dim or size < patch_dim:
             problems.append(f"{flag} {size} is not a multiple of --patch-dim {patch_dim}")
     return problems

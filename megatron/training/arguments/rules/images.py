@@ -51,13 +51,13 @@ def _encoder_heads(c: Settings) -> int:
 def _find_undivided_width(c: Settings) -> str:
     width = c.vision_hidden_size or c.hidden_size
     heads = _encoder_heads(c)
-    return f"{width} is no multiple of the encoder's {heads}" if width % heads else ""
+    return f"{width} is no multiple of the encoder's {heads}" if width % max(1, heads) else ""
 
 
 def _find_undivided_heads(c: Settings) -> tuple[str, int] | None:
     flag = "--tensor-model-parallel-size" if c.encoder_tp is None else "--encoder-tp"
     heads = _encoder_heads(c)
-    return (c.shown(flag), heads) if heads % c.value(flag) else None
+    return (c.shown(flag), heads) if heads % max(1, c.value(flag)) else None
 
 
 # Without them a model that reads images has an encoder that cannot be built.
@@ -175,7 +175,7 @@ _MIMO = where(
         first_of(
             {
                 "{--encoder-tp} does not divide {--tensor-model-parallel-size}: "
-                "give a divisor": lambda c: c.tensor_model_parallel_size % c.encoder_tp,
+                "give a divisor": lambda c: c.tensor_model_parallel_size % max(1, c.encoder_tp),
                 "--encoder-tp: copies of an encoder would drop out different values; set "
                 "--attention-dropout "
                 "0 and --hidden-dropout 0": lambda c: c.attention_dropout or c.hidden_dropout,

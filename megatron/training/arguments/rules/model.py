@@ -350,7 +350,7 @@ _HYBRID = rules(
                     c.fp8 is not None
                     and (
                         rows := sum(mixer_shape(c.config.model).projected)
-                        // c.tensor_model_parallel_size
+                        // max(1, c.tensor_model_parallel_size)
                     )
                     % 16
                     and rows
@@ -386,7 +386,7 @@ _BERT = where(
         "it": "--num-experts --multi-latent-attention --mtp-num-layers "
         "--heterogeneous-layers-config-path",
         "{found} with BERT: BERT builds its own layers; use pretrain_gpt.py "
-        "for layers from a spec": given("--spec", lambda spec: spec[0] != "local"),
+        "for layers from a spec": given("--spec", lambda spec: spec and spec[0] != "local"),
         "{found} with BERT: BERT does not support Llama's scaling; use "
         "--rotary-seq-len-interpolation-factor": "--use-rope-scaling",
         "{found} with BERT: a BERT sample comes from one document; use pretrain_gpt.py for packed "
@@ -450,7 +450,7 @@ _T5 = where(
                 "--num-experts --multi-latent-attention --mtp-num-layers "
                 "--heterogeneous-layers-config-path --qk-layernorm --qk-l2-norm"
             )(c),
-            *given("--spec", lambda spec: spec[0] != "local")(c),
+            *given("--spec", lambda spec: spec and spec[0] != "local")(c),
         ],
         "{found} with T5: T5 normalizes before attention and MLP (pre); use pretrain_gpt.py for "
         "other placements": given("--layer-norm-placement", lambda place: place != "pre"),

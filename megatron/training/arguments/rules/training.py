@@ -350,7 +350,7 @@ def _find_unsupported_widths(c: Settings) -> list[tuple[str, int, int, int]]:
     return [
         (name, width, ranks, c.width_multiple * ranks)
         for name, width, ranks in widths
-        if width % (c.width_multiple * ranks)
+        if width % (c.width_multiple * max(1, ranks))
     ]
 
 
