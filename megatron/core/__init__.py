@@ -1,5 +1,7 @@
 """Library for training transformers: frozen typed configurations, explicit process groups."""
 
+from megatron.core.compat.import_paths import install
+from megatron.core.compat.names import NAMES
 from megatron.core.optional import lazy_exports
 
 __getattr__ = lazy_exports(
@@ -14,3 +16,4 @@ __getattr__ = lazy_exports(
         "Timers": "megatron.core.diagnostics.timers",
     },
 )
+install(NAMES)

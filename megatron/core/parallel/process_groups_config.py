@@ -38,7 +38,7 @@ _DENSE = ("tp", "pp", "dp", "cp", "tp_cp", "tp_dp", "tp_dp_cp", "dp_cp")  # axes
 _MAY_BE_OFF = ("tp", "pp", "cp", "ep", "pos_embd", "inter_dist_opt")
 
 
-@dataclass(init=False, kw_only=True, eq=False)
+@dataclass(init=False, kw_only=True, eq=False, repr=False)
 class ProcessGroupCollection:
     """Process groups that this rank belongs to, of size 1 for an unused axis.  Each is set once.
 
