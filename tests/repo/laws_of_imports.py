@@ -109,7 +109,6 @@ COMPATIBILITY_API = {
         "megatron/core/distributed/distributed_data_parallel.py",
         "megatron/core/optimizer/__init__.py",
         "megatron/core/pipeline_parallel/schedules.py",
-        "megatron/core/tensor_parallel/default_group_api.py",
         "megatron/core/utils.py",  # get_batch_on_this_cp_rank for scripts
         "megatron/core/tensor_parallel/random.py",
         # Exchange between stages: scripts with a forward pass of their own give no group.

@@ -43,7 +43,9 @@ def default_groups() -> ProcessGroupCollection:
 def library_call(order: str = "", *, unused: str = "") -> Callable[[F], F]:
     """Return a decorator that lets a function or constructor be called as Megatron Core's.
 
-    Process groups may be left out, or be None; `_FORMER_NAMES` are accepted.  ``order``: names of
+    Process groups may be left out, or be None; `_FORMER_NAMES` are accepted.  A module without
+    groups may be outside a model, which would initialize it: its ``fill_parameters`` is called
+    after construction.  ``order``: names of
     the positional arguments in Megatron Core's order, without ``self``, if this function takes
     fewer of them.  ``unused``: arguments of Megatron Core that have no counterpart here; they are
     accepted and have no effect.
@@ -55,6 +57,7 @@ def library_call(order: str = "", *, unused: str = "") -> Callable[[F], F]:
         names = [*own[: own[:1] == ["self"]], *order.split()] if order else own
         known = frozenset(signature.parameters)
         ignored = frozenset(unused.split()) - known
+        is_constructor = function.__name__ == "__init__"
         places = {name: own.index(name) if name in own else 99 for name in known & _GROUPS.keys()}
 
         def translate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -71,13 +74,19 @@ def library_call(order: str = "", *, unused: str = "") -> Callable[[F], F]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if len(args) > len(own) or not known >= kwargs.keys():
                 args = translate(args, kwargs)
+            has_groups = True
             for name, place in places.items():
                 if place >= len(args):
                     if kwargs.get(name) is None:
+                        has_groups = False
                         kwargs[name] = _default(name, kwargs)
                 elif args[place] is None:
+                    has_groups = False
                     args = *args[:place], _default(name, kwargs), *args[place + 1 :]
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if not has_groups and is_constructor and hasattr(args[0], "fill_parameters"):
+                args[0].fill_parameters()
+            return result
 
         vars(call)["__signature__"] = _library_signature(signature, names, ignored)
         return call  # type: ignore[return-value]

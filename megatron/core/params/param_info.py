@@ -6,7 +6,7 @@ stored as an attribute of the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -54,7 +54,9 @@ class ParamInfo:
     shard_count: int = 1
     blocks: tuple[int, ...] = (1,)
     interleaved: tuple[int, ...] = ()  # rows that several matrices contribute in turn (q, k, v)
-    init: str = "zeros"  # a kind of `param_init`; "own": the values that its module has set
+    # A kind of `param_init`; "own": the values that its module has set; a function fills the tensor
+    # of ``global_shape`` from torch's generator.
+    init: str | Callable[[Tensor], object] = "zeros"
     init_std: float = 0.0  # standard deviation; for init "uniform" the bound
     is_expert: bool = False  # reduced over expert data parallelism
     sequence_parallel: bool = False  # gradient is partial on each tensor-parallel rank

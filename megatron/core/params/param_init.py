@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.params.param_info import ParamInfo, info_of, local_part, set_info
+from megatron.core.rank_local import each_rank_owns
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -30,6 +31,8 @@ _ROUNDS = 10
 _CHUNK_CPU = 1 << 15
 _CHUNK_GPU = 1 << 24
 _SEED_ATTRIBUTE = "_initialized_with_seed"
+_num_modules = 0  # that were initialized without names
+each_rank_owns(__name__, "_num_modules")
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,12 @@ class Init:
 
 
 _ZEROS = Init("zeros")
+InitMethod = Init | Callable[[Tensor], object]
 
 
 def param_info_for(
     global_shape: tuple[int, ...],
-    init: Init = _ZEROS,
+    init: InitMethod = _ZEROS,
     *,
     over: ProcessGroup | None = None,
     dim: int = 0,
@@ -66,9 +70,10 @@ def param_info_for(
 
     ``over``: the group whose ranks shard it along ``dim``; ``more``: further fields of `ParamInfo`.
     """
+    kind, std = (init.kind, init.std) if isinstance(init, Init) else (init, 0.0)
     if over is not None:
         more |= {"shard_dim": dim, "shard_index": over.rank(), "shard_count": over.size()}
-    return ParamInfo(global_shape=global_shape, init=init.kind, init_std=init.std, **more)
+    return ParamInfo(global_shape=global_shape, init=kind, init_std=std, **more)
 
 
 def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, info: ParamInfo) -> nn.Parameter:
@@ -80,6 +85,14 @@ def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, info: ParamInfo) -
     where = torch.device("meta") if is_meta else device.current()
     param = nn.Parameter(torch.empty(shape, dtype=dtype, device=where))
     set_info(param, info)
+    # Megatron Core's attributes, which projects read.
+    attributes: dict[str, object] = {"allreduce": not info.is_expert}
+    if info.sequence_parallel:
+        attributes["sequence_parallel"] = True
+    if info.shard_dim is not None:
+        attributes |= {"tensor_model_parallel": True, "partition_dim": info.shard_dim}
+        attributes["partition_stride"] = 1
+    vars(param).update(attributes)
     return param
 
 
@@ -87,21 +100,27 @@ def initialize_parameters(model: nn.Module, seed: int | None, *, random: bool = 
     """Initialize every parameter of ``model`` that has a record.
 
     ``seed`` None is torch's.  Does nothing if the model was already initialized with this seed.
+    Unnamed parameters, of a module that is no part of a model yet, get the name of that module in
+    the order of these calls.
     ``random=False`` writes only constant initial values.  Parameters without a record keep the
     values that their module has set; meta parameters are skipped.  Of a sharded model
     (`FullyShardedDataParallel`) each rank initializes its own parts.
     """
+    global _num_modules
     seed = torch.initial_seed() if seed is None else seed
     # A subclass may add parameters after its base class has filled its own.
     filled = seed, len(list(model.parameters()))
     if model.__dict__.get(_SEED_ATTRIBUTE) == filled:
         return
     complete = True
-    for param in model.parameters():
+    _num_modules += any(not info_of(param).name for param in model.parameters())
+    for name, param in model.named_parameters():
         info = info_of(param)
+        if not info.name and info.init != "own":
+            info = replace(info, name=f"module {_num_modules}.{name}")
         if param.is_meta:
             complete = False
-        elif info.name and info.init != "own" and (random or info.init in ("zeros", "ones")):
+        elif info.init != "own" and (random or info.init in ("zeros", "ones")):
             fill_parameter(local_part(param), info, seed)
     if complete and random:
         model.__dict__[_SEED_ATTRIBUTE] = filled
@@ -122,6 +141,14 @@ def fill_parameter(param: Tensor, info: ParamInfo, seed: int) -> None:
     elif info.init != "zeros":
         assert info.name, "a randomly initialized parameter has no name: call name_parameters"
         key = _key(seed, info.name)
+        if callable(info.init):
+            complete = torch.empty(info.global_shape, dtype=param.dtype, device=param.device)
+            with device.RandomStream(device.seeded_rng_state(key[0])).drawing():
+                info.init(complete)
+            for offset, view in pieces:
+                box = zip(offset, view.shape, strict=True)
+                view.copy_(complete[tuple(slice(at, at + size) for at, size in box)])
+            return
         for offset, view in pieces:
             _fill_rows(*_rows(offset, view, info.global_shape), key, info)
 
@@ -171,6 +198,7 @@ def _distribute(words: tuple[Tensor, ...], info: ParamInfo) -> Tensor:
     out = torch.empty(*words[0].shape, 4, dtype=torch.float64, device=words[0].device)
     scale = 2.0**-32
     if info.init != "normal":
+        assert isinstance(info.init, str), "fill_parameter calls a function"
         assert info.init in _QUANTILES, f"unknown initialization {info.init!r}"
         for lane, word in enumerate(words):
             torch.mul(word.double().add_(0.5), scale, out=out[..., lane])

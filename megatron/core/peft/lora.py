@@ -335,7 +335,9 @@ class EmbeddingAdapter(nn.Module):
             init_std=1.0,
             name=f"{name}{_INSIDE}b",
         )
-        self.a = new_parameter((layer.local_size, config.rank), layer.weight.dtype, a)
+        self.a = new_parameter(
+            (layer.num_embeddings_per_partition, config.rank), layer.weight.dtype, a
+        )
         self.b = new_parameter((width, config.rank), layer.weight.dtype, b)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -3,13 +3,15 @@
 from megatron.core.optional import lazy_exports
 
 _NAMES = {
-    "default_group_api": "all_gather_last_dim_from_tensor_parallel_region broadcast_data "
+    "cross_entropy": "vocab_parallel_cross_entropy",
+    "data": "broadcast_data",
+    "layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
+    "mappings": "all_gather_last_dim_from_tensor_parallel_region "
     "copy_to_tensor_model_parallel_region gather_from_sequence_parallel_region "
     "gather_from_tensor_model_parallel_region reduce_from_tensor_model_parallel_region "
     "reduce_scatter_last_dim_to_tensor_parallel_region "
     "reduce_scatter_to_sequence_parallel_region scatter_to_sequence_parallel_region "
-    "scatter_to_tensor_model_parallel_region vocab_parallel_cross_entropy",
-    "layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
+    "scatter_to_tensor_model_parallel_region",
     "random": "CheckpointWithoutOutput checkpoint get_cuda_rng_tracker "
     "model_parallel_cuda_manual_seed",
 }

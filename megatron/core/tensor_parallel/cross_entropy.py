@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
 from megatron.core.parallel.collectives import all_reduce_over
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.tensor_parallel.layers import check_token_ids
 
 
@@ -94,6 +95,7 @@ class _VocabParallelCrossEntropy(Function[Tensor]):
         return grad_logits, None, None, None, None
 
 
+@library_call("vocab_parallel_logits target label_smoothing tp_group")
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,

@@ -16,8 +16,10 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.parallel.collectives import broadcast_json
+from megatron.core.parallel.default_groups import library_call
 
 
+@library_call("keys data datatype tp_group")
 def broadcast_data(
     keys: Sequence[str],
     data: Mapping[str, Tensor] | None,

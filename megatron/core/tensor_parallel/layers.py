@@ -17,7 +17,7 @@ of the expert and sums outputs and input gradients over the ranks.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,14 @@ from torch.distributed import ProcessGroup
 from megatron.core import device
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.device import cpu_kernels
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.params.param_info import info_of
-from megatron.core.params.param_init import Init, new_parameter, param_info_for
+from megatron.core.params.param_init import (
+    InitMethod,
+    initialize_parameters,
+    new_parameter,
+    param_info_for,
+)
 from megatron.core.tensor_parallel.frozen_weight import FrozenWeight
 from megatron.core.tensor_parallel.linear import (
     LinearCall,
@@ -54,6 +60,8 @@ class LayerConfig(Protocol):
     def params_dtype(self) -> torch.dtype: ...
     @property
     def sequence_parallel(self) -> bool: ...
+    @property
+    def perform_initialization(self) -> bool: ...
 
 
 class Adapter(Protocol):
@@ -123,12 +131,20 @@ class _ShardedLinear(Linear):
     """
 
     overlap: Overlap | None = None
+    config: Any  # a LayerConfig; Transformer Engine's layers need a TransformerConfig
 
-    def __init__(self, input_size: int, output_size: int, tp_group: ProcessGroup) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, config: LayerConfig, tp_group: ProcessGroup
+    ) -> None:
         super().__init__()
         self.input_size = input_size
         self.output_size = output_size
+        self.config = config
         self.tp_group = tp_group
+
+    def fill_parameters(self) -> None:
+        """Initialize the parameters of a layer outside a model with torch's seed."""
+        initialize_parameters(self, None, random=self.config.perform_initialization)
 
     def extra_repr(self) -> str:
         """Return the global sizes and this rank's position, for the printed model."""
@@ -144,20 +160,23 @@ class ColumnParallelLinear(_ShardedLinear):
     each of them is sharded separately, so that every rank has matching parts of all.
     With ``skip_weight_param_allocation`` the caller passes the weight to every call.  With
     ``disable_grad_reduce`` the caller reduces the input gradients; under sequence parallelism they
-    are reduce-scattered regardless.  ``stride`` is Megatron-LM's number of equal ``blocks``,
-    ``tp_comm_buffer_name`` its name of a buffer for --tp-comm-overlap.
+    are reduce-scattered regardless.  ``stride`` is Megatron-LM's number of equal ``blocks``.
 
     Collectives over ``tp_group``: forward all-gathers x under sequence parallelism; backward
     all-reduces the input gradient, or reduce-scatters it under sequence parallelism.
     """
 
+    @library_call(
+        unused="keep_master_weight_for_test embedding_activation_buffer grad_output_buffer "
+        "tp_comm_buffer_name"
+    )
     def __init__(
         self,
         input_size: int,
         output_size: int,
         *,
         config: LayerConfig,
-        init_method: Init,
+        init_method: InitMethod,
         tp_group: ProcessGroup,
         bias: bool = True,
         gather_output: bool = False,
@@ -169,15 +188,15 @@ class ColumnParallelLinear(_ShardedLinear):
         is_embedding_or_output: bool = False,
         disable_grad_reduce: bool = False,
         stride: int = 1,
-        tp_comm_buffer_name: str | None = None,
     ) -> None:
-        super().__init__(input_size, output_size, tp_group)
-        del tp_comm_buffer_name
+        super().__init__(input_size, output_size, config, tp_group)
         blocks = blocks * stride
         sizes = [output_size * block // sum(blocks) for block in blocks]
         local_size = sum(divide_over_group(size, tp_group, "output size") for size in sizes)
+        self.output_size_per_partition = local_size
         self.gather_output = gather_output
         self.skip_bias_add = skip_bias_add
+        self.is_expert = is_expert
         talks = tp_group.size() > 1 and not is_expert
         self.sequence_parallel = config.sequence_parallel and talks
         reduces = talks and (self.sequence_parallel or not disable_grad_reduce)
@@ -201,7 +220,10 @@ class ColumnParallelLinear(_ShardedLinear):
             self.bias = new_parameter((local_size,), config.params_dtype, info)
 
     def forward(
-        self, x: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Multiply: [s, b, i] (SP: [s/tp, b, i]) -> [s, b, o/tp], or [s, b, o] if gathered.
 
@@ -222,8 +244,7 @@ class ColumnParallelLinear(_ShardedLinear):
             overlap=self.overlap if is_own else None,
         )
         quantizer = self.quantizer if is_own or own is None else None
-        y = linear(x, call, quantizer)
-        y = self._adapted(x, y)
+        y = self._adapted(input_, linear(input_, call, quantizer))
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
             y = gather_from_tensor_model_parallel_region(y, self.tp_group)
@@ -234,8 +255,7 @@ class RowParallelLinear(_ShardedLinear):
     """``y = x W^T + b`` with the input dimension sharded over ``tp_group``.
 
     Returns (y, bias); the bias is None unless ``skip_bias_add`` leaves its addition, which follows
-    the reduction over ranks, to the caller.  ``tp_comm_buffer_name`` is Megatron-LM's name of a
-    buffer for --tp-comm-overlap.
+    the reduction over ranks, to the caller.
 
     Collective over ``tp_group``: forward all-reduces y, or reduce-scatters it under sequence
     parallelism, in which case backward all-gathers its gradient.
@@ -243,23 +263,23 @@ class RowParallelLinear(_ShardedLinear):
 
     weight: nn.Parameter
 
+    @library_call(unused="stride keep_master_weight_for_test tp_comm_buffer_name")
     def __init__(
         self,
         input_size: int,
         output_size: int,
         *,
         config: LayerConfig,
-        init_method: Init,
+        init_method: InitMethod,
         tp_group: ProcessGroup,
         bias: bool = True,
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
         is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,
     ) -> None:
-        super().__init__(input_size, output_size, tp_group)
-        del tp_comm_buffer_name
+        super().__init__(input_size, output_size, config, tp_group)
         local_size = divide_over_group(input_size, tp_group, "input size")
+        self.input_size_per_partition = local_size
         self.input_is_parallel = input_is_parallel
         self.skip_bias_add = skip_bias_add
         self.is_expert = is_expert
@@ -279,17 +299,17 @@ class RowParallelLinear(_ShardedLinear):
             )
             self.bias = new_parameter((output_size,), config.params_dtype, info)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Multiply: [s, b, i/tp] -> [s, b, o], or [s/tp, b, o] with sequence parallelism.
 
         Also returns the bias with ``skip_bias_add``, otherwise None.
         """
         if not self.input_is_parallel:
             assert not self.sequence_parallel, "sequence parallelism needs a parallel input"
-            x = scatter_to_tensor_model_parallel_region(x, self.tp_group)
+            input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         if self.tp_group.size() == 1 and not self.skip_bias_add:
-            return self._product(x, self.bias), None
-        y = self.summed_product(x)
+            return self._product(input_, self.bias), None
+        y = self.summed_product(input_)
         if self.skip_bias_add or self.bias is None:
             return y, self.bias
         return y + self.bias, None
@@ -324,7 +344,7 @@ class ReplicatedLinear(Linear):
         output_size: int,
         *,
         config: LayerConfig,
-        init_method: Init,
+        init_method: InitMethod,
         bias: bool = False,
         has_partial_gradient: bool | None = None,
     ) -> None:
@@ -373,29 +393,39 @@ class VocabParallelEmbedding(nn.Module):
     an all-reduce (or reduce-scatter along the sequence) adds the results.
     """
 
+    @library_call()
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
         *,
         config: LayerConfig,
-        init_method: Init,
+        init_method: InitMethod,
         tp_group: ProcessGroup,
         num_tokens: int | None = None,
         reduce_scatter_embeddings: bool = False,
     ) -> None:
         super().__init__()
+        self.config = config
         self.tp_group = tp_group
         self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
         self.num_tokens = num_tokens or num_embeddings
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
-        self.local_size = divide_over_group(num_embeddings, tp_group, "padded vocabulary size")
+        size = divide_over_group(num_embeddings, tp_group, "padded vocabulary size")
+        self.num_embeddings_per_partition = size
+        self.vocab_start_index = tp_group.rank() * size
+        self.vocab_end_index = self.vocab_start_index + size
         shape = self.num_tokens, embedding_dim
         info = param_info_for(shape, init_method, over=tp_group, is_embedding_or_output=True)
-        self.weight = new_parameter((self.local_size, embedding_dim), config.params_dtype, info)
+        self.weight = new_parameter((size, embedding_dim), config.params_dtype, info)
         self.is_tied = False  # whether the output layer uses the weight too, by `tied_weight`
         self.lora: Adapter | None = None  # see `Linear`
         self._table: Tensor | None = None
+
+    def fill_parameters(self) -> None:
+        """Initialize the weight of an embedding outside a model with torch's seed."""
+        initialize_parameters(self, None, random=self.config.perform_initialization)
 
     def tied_weight(self) -> Tensor:
         """Return the weight for the output layer, in the autograd graph of the last lookup.
@@ -407,17 +437,17 @@ class VocabParallelEmbedding(nn.Module):
         self._table = None
         return self.weight if table is None else table
 
-    def forward(self, token_ids: Tensor) -> Tensor:
+    def forward(self, input_: Tensor) -> Tensor:
         """Look up ids: [b, s] -> [b, s, h], with ``reduce_scatter_embeddings`` [s/tp, b, h].
 
         Raises DataError for an id outside the vocabulary (on a GPU a device-side assertion).
         """
-        check_token_ids(token_ids, self.num_tokens)
+        check_token_ids(input_, self.num_tokens)
         if self.tp_group.size() == 1:
-            y = self._look_up(token_ids)
+            y = self._look_up(input_)
             return y.transpose(0, 1).contiguous() if self.reduce_scatter_embeddings else y
-        local_ids = token_ids - self.tp_group.rank() * self.local_size
-        foreign = (local_ids < 0) | (local_ids >= self.local_size)
+        local_ids = input_ - self.vocab_start_index
+        foreign = (local_ids < 0) | (local_ids >= self.num_embeddings_per_partition)
         y = self._look_up(local_ids.masked_fill(foreign, 0))
         y = y.masked_fill(foreign.unsqueeze(-1), 0)
         if self.reduce_scatter_embeddings:

@@ -40,12 +40,12 @@ class LinearReplacement(ColumnParallelLinear):
             gather_output=True,
         )
 
-    def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
+    def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """Multiply: [s, b, h] -> [s, b, h]; with sequence parallelism [s/tp, b, h] on both sides.
 
         Collective over tp.
         """
-        y, _ = super().forward(x)
+        y, _ = super().forward(input_)
         if self.sequence_parallel:
             y = scatter_to_sequence_parallel_region(y, self.tp_group)
         return y, None
