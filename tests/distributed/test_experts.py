@@ -26,10 +26,18 @@ from megatron.core.rerun.state_machine import (
     get_rerun_state_machine,
     initialize_rerun_state_machine,
 )
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.experts import (
+    SequentialMLP,
+    TEColumnParallelGroupedLinear,
+    TEGroupedMLP,
+    TERowParallelGroupedLinear,
+)
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import loss_name
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from tests.support import moe_reference as plain
 from tests.support import selection
 from tests.support.one_process import one_process_groups, tiny_config
@@ -125,6 +133,17 @@ SITUATIONS = {
 }
 
 
+MEGATRON_NAMES = {
+    "grouped": ModuleSpec(
+        TEGroupedMLP,
+        submodules=MLPSubmodules(TEColumnParallelGroupedLinear, TERowParallelGroupedLinear),
+    ),
+    "sequential": ModuleSpec(
+        SequentialMLP, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
+    ),
+}
+
+
 def config_of(situation: Situation, **more: Any) -> Any:
     base = {
         "num_layers": 1,
@@ -153,14 +172,16 @@ def tokens_of(rule: str, replica: int) -> tuple[Tensor, Tensor]:
     return x, torch.randn(x.shape, generator=generator, dtype=torch.float64)
 
 
-def build(config: Any, groups: Any) -> MoELayer:
+def build(config: Any, groups: Any, names: str = "global") -> MoELayer:
     spec = get_gpt_layer_local_spec(config.num_moe_experts, config=config).submodules.mlp
+    if names != "global":
+        spec.submodules.experts = MEGATRON_NAMES[names]
     layer = build_module(spec, config=config, offered={"pg_collection": groups, "layer_number": 1})
     name_parameters(layer)
     initialize_parameters(layer, 1234)
-    for name, param in layer.named_parameters():
-        if name.endswith("bias"):  # zero at first
-            info = info_of(param)
+    for param in layer.parameters():
+        info = info_of(param)
+        if (name := info.name).endswith("bias"):  # zero at first
             generator = torch.Generator().manual_seed(crc32(name.encode()))
             values = torch.randn(info.global_shape, generator=generator, dtype=torch.float64)
             for (first,), view in info.pieces(param.detach()):
@@ -177,13 +198,22 @@ def whole(pieces: Any, shape: tuple[int, ...]) -> Tensor:
     return out
 
 
-def on_ranks(rank: int, size: int, layout: Layout, situations: list[str], dispatcher: str) -> Any:
+def on_ranks(
+    rank: int,
+    size: int,
+    layout: Layout,
+    situations: list[str],
+    dispatcher: str,
+    names: str = "global",
+) -> Any:
     dense, expert = make_grids(size, tp=layout.tp, cp=layout.cp, ep=layout.ep, expt_tp=layout.etp)
     groups = create_process_groups(dense, expert)
-    return {name: one(layout, SITUATIONS[name], dispatcher, groups) for name in situations}
+    return {name: one(layout, SITUATIONS[name], dispatcher, groups, names) for name in situations}
 
 
-def one(layout: Layout, situation: Situation, dispatcher: str, groups: Any) -> Any:
+def one(
+    layout: Layout, situation: Situation, dispatcher: str, groups: Any, names: str = "global"
+) -> Any:
     config = config_of(
         situation,
         moe_token_dispatcher_type="flex" if dispatcher == "deep_ep" else dispatcher,
@@ -195,7 +225,7 @@ def one(layout: Layout, situation: Situation, dispatcher: str, groups: Any) -> A
         expert_tensor_parallel_size=layout.etp or layout.tp,
         **({"moe_shared_expert_overlap": False} if dispatcher == "allgather" else {}),
     )
-    layer = build(config, groups)
+    layer = build(config, groups, names)
     x, r = tokens_of(situation.tokens, groups.dp.rank())
     mine = held_tokens((len(x),), groups.cp.rank(), layout.cp)
     mine = mine.chunk(layout.tp)[groups.tp.rank()]
@@ -205,8 +235,9 @@ def one(layout: Layout, situation: Situation, dispatcher: str, groups: Any) -> A
     y, _ = layer(x)
     (y * r[mine]).sum().backward()
     grads = {}
-    for name, param in layer.named_parameters():
+    for param in layer.parameters():
         info = info_of(param)
+        name = info.name
         assert param.grad is not None, name
         replicas = groups.expt_dp if info.is_expert else groups.dp_cp
         dist.all_reduce(param.grad, group=replicas if is_divided(name) else groups.tp_dp_cp)
@@ -219,7 +250,7 @@ def one(layout: Layout, situation: Situation, dispatcher: str, groups: Any) -> A
         "y": y.detach(),
         "dx": x.grad,
         "grads": grads,
-        "shapes": {n: info_of(p).global_shape for n, p in layer.named_parameters()},
+        "local names": sorted(n for n, _ in layer.experts.named_parameters()),
         "aux": values,
     }
 
@@ -229,7 +260,7 @@ def is_divided(name: str) -> bool:
 
 
 def needs_equal_counts(experts: Any, inputs: Any) -> None:
-    rows, _, counts = inputs
+    rows, counts, _ = inputs
     assert len(set(counts)) == 1
     assert counts[0] * len(counts) == len(rows)
 
@@ -293,6 +324,20 @@ def test_experts_on_many_ranks_compute_what_a_plain_layer_computes(name, dispatc
     )
 
 
+@pytest.mark.feature("Mixture of experts: Megatron Core's parameter names for all local experts")
+@pytest.mark.parametrize("names", ["grouped", "sequential"])
+def test_experts_with_megatron_names_compute_what_a_plain_layer_computes(names):
+    """Values, gradients and initial weights, which follow from the names in checkpoints."""
+    layout, cases = LAYOUTS["tp2-ep2-etp2"], ["plain", "biases", "gpt-oss"]
+    found = run_ranks(on_ranks, layout.world, layout, cases, "alltoall", names)
+    needs_the_plain_answer(found, layout)
+    if names == "grouped":
+        local = [f"linear_fc{m}.weight{n}" for m in (1, 2) for n in (0, 1)]
+    else:
+        local = [f"local_experts.{n}.linear_fc{m}.weight" for n in (0, 1) for m in (1, 2)]
+    assert all(rank["plain"]["local names"] == local for rank in found)
+
+
 def needs_the_plain_answer(found: list[Any], layout: Layout) -> None:
     for case in found[0]:
         situation = SITUATIONS[case]
@@ -330,7 +375,7 @@ def nan_on_rank_1(rank: int, size: int) -> str:
         hidden[3, 1, 0] = torch.nan
     try:
         with naming_step(7):
-            layer.router.logits(hidden)
+            layer.router.gating(hidden)
     except NonFiniteError as error:
         return str(error)
     return ""
@@ -423,7 +468,7 @@ def waits_for_the_device(rank: int, size: int, dispatcher: str) -> int:
     routing = layer.router(hidden)
     tolist = mock.Mock(side_effect=Tensor.tolist)
     with mock.patch.object(Tensor, "tolist", lambda x: tolist(x)):
-        layer.dispatcher.dispatch(hidden.flatten(0, 1), routing)
+        layer.token_dispatcher.dispatch(hidden.flatten(0, 1), routing)
     return tolist.call_count
 
 

@@ -154,10 +154,19 @@ def name_parameters(model: nn.Module, rename: dict[str, str] | None = None) -> N
     """Set the name in the record of each parameter and buffer of ``model``.
 
     Names do not depend on the layout or on fused layers.  ``rename`` maps a local prefix to a
-    global one (``decoder.layers.0.`` -> ``decoder.layers.4.`` on a later pipeline stage).
+    global one (``decoder.layers.0.`` -> ``decoder.layers.4.`` on a later pipeline stage).  A module
+    whose local names depend on the layout has a method ``global_name``.
     """
+    own_names = [
+        (f"{path}." if path else "", module.global_name)
+        for path, module in model.named_modules()
+        if hasattr(type(module), "global_name")
+    ]
     for local_name, param in (*model.named_parameters(), *model.named_buffers()):
         name = local_name
+        for path, global_name in own_names:
+            if name.startswith(path):
+                name = path + global_name(name.removeprefix(path))
         for local, global_ in (rename or {}).items():
             if name.startswith(local):
                 name = global_ + name.removeprefix(local)

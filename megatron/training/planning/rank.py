@@ -125,7 +125,7 @@ def _run_without_values(config: TransformerConfig, model: nn.Module) -> None:
             module.sdpa = attention_without_memory
         if hasattr(module, "reads_values"):
             vars(module)["reads_values"] = False
-        dispatcher = vars(module).get("dispatcher")
+        dispatcher = vars(module).get("token_dispatcher")
         if isinstance(dispatcher, TokenDispatcher):
             dispatcher.count_rows = partial(count_rows, dispatcher.num_experts)
 

@@ -76,8 +76,8 @@ def computed(situation: str, x: Tensor, *padding: Tensor) -> dict[str, Tensor]:
     kept = y[:LENGTH]
     (kept * torch.linspace(-1, 1, kept.numel(), dtype=x.dtype).view_as(kept)).sum().backward()
     found = {"y": kept.detach(), **layer.router.aux_losses.take()}
-    if layer.router.tokens_per_expert is not None:
-        found["visits"] = layer.router.tokens_per_expert
+    if layer.router.local_tokens_per_expert is not None:
+        found["visits"] = layer.router.local_tokens_per_expert
     return found | {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
 
 

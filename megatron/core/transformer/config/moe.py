@@ -94,6 +94,7 @@ class MoEConfig:
     moe_router_force_load_balancing: bool = _moe(
         False, "Route tokens at random, to benchmark with balanced load."
     )
+    moe_enable_routing_replay: bool = False  # routers have a `RouterReplay`
     moe_router_padding_for_fp8: bool = _moe(
         False,
         "Pad the tokens of each expert to the multiple that fp8 GEMMs need.",

@@ -7,16 +7,28 @@ first rank adds the second bias, so that it counts once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron.core import device
+from megatron.core.config.errors import ConfigError
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.params.param_info import info_of, set_info
+from megatron.core.params.param_init import Init
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from megatron.core.tensor_parallel.linear import LinearCall, linear
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule, WithBias
@@ -28,6 +40,7 @@ from megatron.core.transformer.moe.grouped_linear import (
     unsupported_reason,
 )
 from megatron.core.transformer.moe.grouped_quantized_linear import GroupQuantizer
+from megatron.core.transformer.spec_utils import build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _MATRICES = ("linear_fc1", "linear_fc2")
@@ -163,20 +176,28 @@ class Experts(MegatronModule):
             self._quantizers = {n: GroupQuantizer(own) for n, own in self._matrices().items()}
         return True
 
-    def forward(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
-        """Run all experts: rows [m, h], their weights [m] and the rows per expert -> [m, h].
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Sequence[int] | Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:
+        """Run all experts: rows [m, h], the rows per expert and their weights [m] -> [m, h].
 
-        An expert without tokens runs on zero rows, so that its parameters get gradients of zero.
+        None stands for the unadded bias.  An expert without tokens runs on zero rows, so that its
+        parameters get gradients of zero.
         """
+        rows, weights = permuted_local_hidden_states, permuted_probs
+        counts = host_counts(tokens_per_expert)
         if self._products or self._multiplies_together(rows.device):
             first, groups = self._in_order[0], RowGroups.on(rows.device, counts)
             inner, bias = self._grouped(rows, groups, "linear_fc1")
             inner = inner if bias is None else inner + bias
             narrow = first.narrow(inner, weights, lambda x: self._grouped(x, groups, "linear_fc2"))
-            return first.biased(*narrow, weights)
+            return first.biased(*narrow, weights), None
         sizes = list(counts)
         parts = zip(self._in_order, rows.split(sizes), weights.split(sizes), strict=True)
-        return torch.cat([expert(mine, weight) for expert, mine, weight in parts])
+        return torch.cat([expert(mine, weight) for expert, mine, weight in parts]), None
 
     def _grouped(self, rows: Tensor, groups: RowGroups, name: str) -> WithBias:
         """Multiply rows by their experts' weights ``name``; also return each row's bias."""
@@ -195,3 +216,171 @@ class Experts(MegatronModule):
             return result, bias_of_rows(len(rows), groups, [linear.bias for linear in linears])
         sized = zip(linears, groups.counts, strict=True)
         return result, torch.cat([linear.bias.expand(count, -1) for linear, count in sized])
+
+
+def host_counts(tokens_per_expert: Sequence[int] | Tensor) -> Sequence[int]:
+    """Return the rows per expert as a sequence; the host waits for a tensor."""
+    counts = tokens_per_expert
+    return counts.tolist() if isinstance(counts, Tensor) else counts
+
+
+class SequentialMLP(Experts):
+    """Experts that are numbered from 0 on each rank, as Megatron Core names them."""
+
+    @library_call("num_local_experts config submodules model_comm_pgs")
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        first = pg_collection.ep.rank() * num_local_experts
+        numbers = range(first, first + num_local_experts)
+        super().__init__(config, submodules, numbers, pg_collection=pg_collection)
+        self.num_local_experts = num_local_experts
+        self._first = first
+        self.local_experts: Any = nn.ModuleList(self._in_order)
+
+    def global_name(self, name: str) -> str:
+        """Return the name of a parameter in every layout; see `name_parameters`."""
+        _, number, own = name.split(".", 2)
+        return f"local_experts.{self._first + int(number)}.{own}"
+
+
+class TEGroupedLinear(nn.Module):
+    """One linear layer per expert: ``weight0`` [o, i], ``weight1``, ... and ``bias0``, ...
+
+    Our code computes it; class and parameters have the names by which converters know them.
+    ``parallel_mode`` "column" shards o over ``tp_group``, "row" shards i, None nothing.  The layer
+    does not communicate.  ``skip_bias_add`` returns each row's bias instead of adding it.
+    """
+
+    parallel_mode: str | None = None
+
+    @library_call(unused="tp_comm_buffer_name")
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        parallel_mode: str | None = None,
+        config: TransformerConfig,
+        init_method: Init,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool = False,
+        blocks: tuple[int, ...] = (1,),
+        tp_group: ProcessGroup,
+    ) -> None:
+        super().__init__()
+        if config.is_quantized:
+            raise ConfigError(
+                f"--{config.format_flag}: a grouped linear layer computes in 16 bits; build the "
+                "model with moe_grouped_gemm=False"
+            )
+        self.config = config
+        self.parallel_mode = mode = self.parallel_mode or parallel_mode
+        self.num_gemms = num_gemms
+        self.in_features = input_size
+        self.out_features = output_size
+        self.use_bias = bias
+        self.skip_bias_add = skip_bias_add
+        self.is_expert = is_expert
+        kinds = {"column": ColumnParallelLinear, "row": RowParallelLinear, None: ReplicatedLinear}
+        # In reverse as in `Experts`.
+        for number in reversed(range(num_gemms)):
+            one = build_module(
+                kinds[mode],
+                input_size,
+                output_size,
+                config=config,
+                init_method=init_method,
+                bias=bias,
+                offered={"tp_group": tp_group, "is_expert": is_expert, "blocks": blocks},
+            )
+            for name, param in one.named_parameters():
+                set_info(param, replace(info_of(param), is_expert=is_expert))
+                self.register_parameter(f"{name}{number}", param)
+        self._unsupported = unsupported_reason(self._each("weight"))
+        if self._unsupported is None and device.is_cuda():
+            share_storage(self._each("weight"))
+
+    def _each(self, name: str) -> list[Any]:
+        return [getattr(self, f"{name}{number}") for number in range(self.num_gemms)]
+
+    def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor) -> WithBias:
+        """Multiply rows [m, i], sorted by expert, with ``m_splits`` rows per expert -> [m, o]."""
+        counts = list(host_counts(m_splits))
+        weights = self._each("weight")
+        if self._unsupported is None and device.is_cuda(x.device):
+            y = grouped_linear(x, RowGroups.on(x.device, counts), weights)
+        else:
+            each = zip(x.split(counts), weights, strict=True)
+            y = torch.cat([linear(rows, LinearCall(weight)) for rows, weight in each])
+        if not self.use_bias:
+            return y, None
+        biases = zip(self._each("bias"), counts, strict=True)
+        bias = torch.cat([one.expand(count, -1) for one, count in biases])
+        return (y, bias) if self.skip_bias_add else (y + bias, None)
+
+
+class TEColumnParallelGroupedLinear(TEGroupedLinear):
+    """`TEGroupedLinear` whose outputs are sharded."""
+
+    parallel_mode = "column"
+
+
+class TERowParallelGroupedLinear(TEGroupedLinear):
+    """`TEGroupedLinear` whose inputs are sharded."""
+
+    parallel_mode = "row"
+
+
+class TEGroupedMLP(Expert):
+    """The experts of a rank in two modules, one for each matrix, as Megatron Core names them.
+
+    ``linear_fc1.weight3`` is the first matrix of this rank's fourth expert.
+    """
+
+    @library_call("num_local_experts config submodules model_comm_pgs")
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        slots = vars(submodules).values()
+        super().__init__(
+            config,
+            MLPSubmodules(*(partial(get_module(slot), num_local_experts) for slot in slots)),
+            tp_group=pg_collection.expt_tp,
+            is_expert=True,
+            ffn_hidden_size=config.moe_ffn_hidden_size,
+        )
+        self.num_local_experts = num_local_experts
+        self._first = pg_collection.ep.rank() * num_local_experts
+
+    def forward(  # type: ignore[override]
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Sequence[int] | Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:
+        """Run all experts; see `Experts.forward`."""
+        counts = list(host_counts(tokens_per_expert))
+        second: Any = self.linear_fc2
+        inner, _ = self.linear_fc1(permuted_local_hidden_states, counts)
+        narrow = self.narrow(inner, permuted_probs, lambda x: second(x, counts))
+        return self.biased(*narrow, permuted_probs), None
+
+    def global_name(self, name: str) -> str:
+        """Return the name of a parameter in every layout; see `name_parameters`."""
+        found = re.fullmatch(r"(linear_fc\d)\.(weight|bias)(\d+)", name)
+        if found is None:
+            return name
+        return f"local_experts.{self._first + int(found[3])}.{found[1]}.{found[2]}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -16,10 +19,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.deep_ep import DeepEPDispatcher, unsupported_reason
 from megatron.core.transformer.moe.experts import Experts
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.routing import RoutingResult
 from megatron.core.transformer.moe.token_dispatcher import (
     DISPATCHERS,
+    DispatchedTokens,
     LocalDispatcher,
+    Meanwhile,
     TokenDispatcher,
 )
 from megatron.core.transformer.spec_utils import Slot, build_module
@@ -28,46 +33,97 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class MoESubmodules:
-    """Submodules of the layer: the linear layers of an expert, and the shared experts."""
+    """Submodules of the layer: experts, shared experts and router.
 
-    experts: MLPSubmodules
+    ``experts``: the linear layers of an expert, or a class of all experts of a rank.
+    """
+
+    experts: MLPSubmodules | Slot | None = None
     shared_experts: Slot | None = None
+    router: Slot = TopKRouter
 
 
-class MoELayer(MegatronModule):
-    """Mixture of experts: each token is computed by --moe-router-topk of --num-experts experts."""
+class BaseMoELayer(MegatronModule, ABC):
+    """A layer of experts of any kind: which experts this rank has."""
 
+    @library_call("config layer_number model_comm_pgs")
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: MoESubmodules,
-        layer_number: int,
+        layer_number: int | None = None,
         *,
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config)
         assert config.num_moe_experts is not None, "a layer of experts needs --num-experts"
+        self.layer_number = layer_number
+        self.ep_group = pg_collection.ep
+        self.num_local_experts = config.num_moe_experts // self.ep_group.size()
+        first = self.ep_group.rank() * self.num_local_experts
+        self.local_expert_indices = [*range(first, first + self.num_local_experts)]
+        self.router: Any = None
+        self.experts: Any = None
+        self.shared_experts: Any = None
+
+    @abstractmethod
+    def forward(self, hidden_states: Tensor) -> Any:
+        """Compute the layer: [s, b, h] -> ([s, b, h], None)."""
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Set the number of the layer, which counts from 1 over the complete model."""
+        self.layer_number = layer_number
+        self.router.set_layer_number(layer_number)
+
+
+class MoELayer(BaseMoELayer):
+    """Mixture of experts: each token is computed by --moe-router-topk of --num-experts experts.
+
+    A subclass may override a step of `forward`.
+    """
+
+    @library_call("config submodules layer_number model_comm_pgs")
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        layer_number: int | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config, layer_number, pg_collection=pg_collection)
+        assert config.num_moe_experts is not None, "checked by the base class"
         self.has_tensor_ranks = pg_collection.tp.size() > 1
-        self.router = TopKRouter(config, layer_number, pg_collection=pg_collection)
-        self.dispatcher: TokenDispatcher
+        self.router = build_module(
+            submodules.router, config=config, offered={"pg_collection": pg_collection}
+        )
+        if layer_number is not None:
+            self.router.set_layer_number(layer_number)
+        self.token_dispatcher: TokenDispatcher
         sizes = config.num_moe_experts, pg_collection
         if pg_collection.tp_ep.size() == 1:
-            self.dispatcher = LocalDispatcher(*sizes)
+            self.token_dispatcher = LocalDispatcher(*sizes)
         elif config.moe_enable_deepep and unsupported_reason(config, device.current()) is None:
-            self.dispatcher = DeepEPDispatcher(*sizes, config.moe_deepep_num_sms)
+            self.token_dispatcher = DeepEPDispatcher(*sizes, config.moe_deepep_num_sms)
         else:
-            self.dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](*sizes)
-        self.experts = Experts(
-            config, submodules.experts, self.dispatcher.local_experts, pg_collection=pg_collection
-        )
+            self.token_dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](*sizes)
+        offered = {"pg_collection": pg_collection}
+        if isinstance(submodules.experts, MLPSubmodules):
+            self.experts = Experts(
+                config, submodules.experts, self.local_expert_indices, pg_collection=pg_collection
+            )
+        else:
+            self.experts = build_module(
+                submodules.experts, self.num_local_experts, config, offered=offered
+            )
         self.recomputes_shared = "shared_experts" in config.modules_to_recompute
-        self.shared_experts: SharedExpertMLP | None = None
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = build_module(
-                submodules.shared_experts, config=config, offered={"tp_group": pg_collection.tp}
+                submodules.shared_experts, config=config, offered=offered
             )
 
-    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         """Compute [s, b, h] -> ([s, b, h], None); None stands for the unadded bias of an MLP.
 
         ``padding_mask`` [b, s]: True for tokens that visit no expert; see `TopKRouter`.  Collective
@@ -81,28 +137,71 @@ class MoELayer(MegatronModule):
                 "experts with tensor parallelism are trained with --sequence-parallel "
                 "(sequence_parallel=True) only: add it"
             )
-        routing = self.router(hidden) if padding_mask is None else self.router(hidden, padding_mask)
-        # Output of the shared experts.  With overlap the dispatcher computes it during its
-        # all-to-all, otherwise it is computed after the routed experts.
-        shared: list[Tensor] = []
+        masks = () if padding_mask is None else (padding_mask,)
+        tokens, routing, residual = self.router_and_preprocess(hidden_states, *masks)
+        # With overlap the dispatcher computes the shared experts during its all-to-all.
+        overlapped: list[Tensor] = []
+        if self.shared_experts is not None and self.config.moe_shared_expert_overlap:
+            dispatched, weights = self.dispatch(
+                tokens, routing, lambda: overlapped.append(self._shared_output(residual))
+            )
+        else:
+            dispatched, weights = self.dispatch(tokens, routing)
+        y, shared, _ = self.experts_compute(dispatched, weights, residual, *overlapped)
+        return self.combine(y, shared), None
 
-        def compute() -> None:
-            mlp = self.shared_experts
-            if mlp is not None:
-                recomputes = self.recomputes_shared and self.training
-                shared.append(checkpoint(mlp, False, hidden) if recomputes else mlp(hidden))
+    def router_and_preprocess(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, RoutingResult, Tensor]:
+        """Return the tokens [n, h] to dispatch, their routing, and the input of shared experts."""
+        masks = () if padding_mask is None else (padding_mask,)
+        routing = RoutingResult.of(self.router(hidden_states, *masks))
+        return hidden_states.flatten(0, 1), routing, hidden_states
 
-        meanwhile = compute if self.config.moe_shared_expert_overlap else None
-        arrived = self.dispatcher.dispatch(hidden.flatten(0, 1), routing, meanwhile)
-        if self.config.moe_pad_expert_input_to_capacity and routing.capacity is not None:
-            arrived = arrived.padded(routing.capacity * self.dispatcher.num_micro_batches)
-        elif not self.experts.takes_tail(hidden.device):
+    def dispatch(
+        self, hidden_states: Tensor, probs: RoutingResult, meanwhile: Meanwhile | None = None
+    ) -> tuple[DispatchedTokens, Tensor]:
+        """Send tokens to the ranks of their experts; return those that arrive, and their weights.
+
+        ``meanwhile``: see `TokenDispatcher.dispatch`.
+        """
+        arrived = self.token_dispatcher.dispatch(hidden_states, probs, meanwhile)
+        if self.config.moe_pad_expert_input_to_capacity and probs.capacity is not None:
+            arrived = arrived.padded(probs.capacity * self.token_dispatcher.num_micro_batches)
+        elif not (
+            isinstance(self.experts, Experts) and self.experts.takes_tail(hidden_states.device)
+        ):
             arrived = arrived.without_tail()
-        rows, weights = arrived.rows, arrived.weights
+        return arrived, arrived.weights
+
+    def experts_compute(
+        self,
+        hidden_states: DispatchedTokens,
+        probs: Tensor,
+        residual: Tensor,
+        overlapped: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """Compute the experts, and the shared ones unless they are ``overlapped``: [s, b, h] each.
+
+        The results are back on the ranks of their tokens.
+        """
+        rows = hidden_states.rows
         if self.config.moe_apply_probs_on_input:
-            rows = rows * weights.unsqueeze(-1).to(rows.dtype)
-            weights = torch.ones_like(weights)
-        y = arrived.back(self.experts(rows, weights, arrived.counts)).view_as(hidden)
-        if not shared:
-            compute()
-        return sum(shared, y), None
+            rows = rows * probs.unsqueeze(-1).to(rows.dtype)
+            probs = torch.ones_like(probs)
+        y, _ = self.experts(rows, hidden_states.counts, probs)
+        y = hidden_states.back(y).view_as(residual)
+        if self.shared_experts is not None and overlapped is None:
+            overlapped = self._shared_output(residual)
+        return y, overlapped, None
+
+    def _shared_output(self, hidden_states: Tensor) -> Tensor:
+        if self.recomputes_shared and self.training:
+            output: Tensor = checkpoint(self.shared_experts, False, hidden_states)
+        else:
+            output = self.shared_experts(hidden_states)
+        return output
+
+    def combine(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """Add the output of the shared experts."""
+        return output if shared_expert_output is None else output + shared_expert_output

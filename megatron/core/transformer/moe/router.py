@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partialmethod
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from megatron.core import device
 from megatron.core.aux_loss import AuxLosses
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.parallel.context_parallel_partition import held_tokens
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import new_parameter, param_info_for
 from megatron.core.rerun.state_machine import get_rerun_state_machine
@@ -32,6 +34,7 @@ from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.tensor_parallel.random import fork_for_tokens
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import routing as arithmetic
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.moe.routing import RoutingResult, RoutingRule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -39,16 +42,19 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class TopKRouter(MegatronModule):
-    """Chooses ``--moe-router-topk`` experts for each token."""
+    """Chooses ``--moe-router-topk`` experts for each token.
+
+    A subclass may override `gating` and `routing`, which may also return Megatron Core's pair; see
+    `RoutingResult`.
+    """
 
     multiply: Multiply = staticmethod(F.linear)  # generation may set another one on an instance
 
-    def __init__(
-        self, config: TransformerConfig, layer_number: int, *, pg_collection: ProcessGroupCollection
-    ) -> None:
+    @library_call("config model_comm_pgs")
+    def __init__(self, config: TransformerConfig, *, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config)
         assert config.num_moe_experts is not None, "a router needs --num-experts"
-        self.layer_number, self.groups = layer_number, pg_collection
+        self.groups = pg_collection
         self.num_experts = config.num_moe_experts
         self.is_sequence_sharded = config.sequence_parallel and pg_collection.tp.size() > 1
         groups_per_token = config.moe_router_group_topk or 1
@@ -70,60 +76,87 @@ class TopKRouter(MegatronModule):
             info = replace(info, global_shape=(self.num_experts,), init="zeros")
             self.bias = new_parameter(info.global_shape, config.params_dtype, info)
         self.dtype = _DTYPES.get(config.moe_router_dtype or "")
-        self.aux_losses = AuxLosses(layer_number - 1)
+        self.topk = self.rule.k
+        self.score_function = self.rule.score_function
+        kinds = config.moe_router_load_balancing_type
+        self.routing_type = kinds[0] if len(kinds) == 1 else [*kinds]
+        self.router_replay = RouterReplay() if config.moe_enable_routing_replay else None
+        self.set_layer_number(1)
+        self.enable_expert_bias = config.moe_router_enable_expert_bias
         self.expert_bias: Tensor | None
-        self.tokens_per_expert: Tensor | None  # of the step so far, on this rank
-        for name, is_saved in (("expert_bias", True), ("tokens_per_expert", False)):
+        self.local_tokens_per_expert: Tensor | None  # of the step so far, on this rank
+        for name, is_saved in (("expert_bias", True), ("local_tokens_per_expert", False)):
             zeros: Tensor | None = None
-            if config.moe_router_enable_expert_bias:
+            if self.enable_expert_bias:
                 zeros = torch.zeros(self.num_experts, dtype=torch.float32, device=device.current())
             self.register_buffer(name, zeros, persistent=is_saved)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Set the number of the layer, which counts from 1 over the complete model."""
+        self.layer_number = layer_number
+        self.aux_losses = AuxLosses(layer_number - 1)
 
     @property
     def sharers(self) -> ProcessGroup:
         """The ranks over which the tokens of a micro-batch are sharded."""
         return self.groups.tp_cp if self.is_sequence_sharded else self.groups.cp
 
-    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> RoutingResult:
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> RoutingResult:
         """Route the s*b tokens of this rank, hidden states [s, b, h].
 
         ``padding_mask`` [b, s] is True for padding, which visits no expert and is not counted by
         capacity, Sinkhorn and auxiliary losses.  Collective as described at the top of this file.
         """
-        jittered = hidden
+        masks = () if padding_mask is None else (padding_mask,)
+        return self.routing(self.gating(self.apply_input_jitter(input)), *masks)
+
+    def apply_input_jitter(self, input: Tensor) -> Tensor:
+        """Multiply the values of the router's input by random factors, as the config asks."""
         eps = self.config.moe_input_jitter_eps
-        if eps and self.training:
-            with fork_for_tokens(True, is_sequence_sharded=self.is_sequence_sharded):
-                jittered = hidden * torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
-        logits, marker = self._without_nan(self.logits(jittered).flatten(0, 1))
+        if not eps or not self.training:
+            return input
+        with fork_for_tokens(True, is_sequence_sharded=self.is_sequence_sharded):
+            return input * torch.empty_like(input).uniform_(1 - eps, 1 + eps)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> RoutingResult:
+        """Choose experts and attach the auxiliary losses: logits [s, b, E]; see `forward`."""
+        shape = logits.shape[0], logits.shape[1]
+        logits, marker = self._without_nan(logits.flatten(0, 1))
         padding: Tensor | None = None
         num_tokens: int | Tensor = len(logits) * self.sharers.size()  # of all ranks
         if padding_mask is not None:
             padding = padding_mask.transpose(0, 1).flatten()
             num_tokens = self._without_empty((~padding).sum(), logits)
-        if self.config.moe_z_loss_coeff is not None and self.training:
-            loss = arithmetic.z_loss(logits, num_tokens=num_tokens, padding=padding)
-            factor = self.config.moe_z_loss_coeff * self._loss_weight(num_tokens)
-            logits = self.aux_losses.attach(logits, "z_loss", loss, factor)
+        logits = self.apply_z_loss(logits, num_tokens, padding)
         if self.config.moe_router_load_balancing_type == ("sinkhorn",):
-            routing = self._sinkhorn(logits, hidden, padding)
+            routing = self.sinkhorn_load_balancing(logits, shape, padding)
         elif self.config.moe_router_force_load_balancing:  # round-robin, whatever the scores
-            first = self._places(hidden)[self.sharers.rank()] * self.rule.k + self.layer_number
+            places = self._places(shape, logits.device)[self.sharers.rank()]
+            first = places * self.rule.k + self.layer_number
             visits = torch.arange(self.rule.k, device=first.device)
             experts = (first.unsqueeze(1) + visits) % self.num_experts
             weights = arithmetic.weights_of(logits, experts, self.rule)
             routing = RoutingResult(experts, weights, self.num_experts)
+        elif self.router_replay is not None:
+            chooses = self.router_replay.choose
+            routing = arithmetic.route(logits, self.rule, self.expert_bias, chooses)
         else:
             route = arithmetic.route_fused if self.config.moe_router_fusion else arithmetic.route
             routing = route(logits, self.rule, self.expert_bias)
         if padding is not None:
             routing = arithmetic.keeping(routing, ~padding.unsqueeze(1))
-        if self.training:
-            routing = self._with_balance_losses(routing, logits, hidden, padding, num_tokens)
+        if self.training and self.is_aux_loss_enabled():
+            scores = arithmetic.balance_scores(logits, self.rule)
+            plain = arithmetic.best(scores.detach(), self.rule.k)
+            weights = self._with_balance_losses(
+                routing.weights, scores, plain, shape, padding, num_tokens
+            )
+            routing = replace(routing, weights=weights)
         if self.config.moe_expert_capacity_factor is not None:
-            routing = self._within_capacity(routing, hidden, num_tokens)
-        if self.tokens_per_expert is not None and self.training and torch.is_grad_enabled():
-            self.tokens_per_expert += routing.counts()
+            routing = self._within_capacity(routing, shape, num_tokens)
+        counts = self.local_tokens_per_expert
+        if counts is not None and self.training and torch.is_grad_enabled():
+            counts += routing.counts()
         return routing if marker is None else replace(routing, weights=routing.weights * marker)
 
     def _without_nan(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -149,15 +182,15 @@ class TopKRouter(MegatronModule):
         """Whether this is a pass of a step that can be computed again."""
         return self.training and get_rerun_state_machine().is_running
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def gating(self, input: Tensor) -> Tensor:
         """Compute router logits: [.., h] -> [.., E].
 
         Outside of a step that can run again, raises NonFiniteError on NaN; on a GPU a device-side
         assertion fails instead.
         """
-        dtype = self.dtype or hidden.dtype
+        dtype = self.dtype or input.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        logits = self.multiply(hidden.to(dtype), self.weight.to(dtype), bias)
+        logits = self.multiply(input.to(dtype), self.weight.to(dtype), bias)
         if self.can_rerun:
             return logits
         is_sound = ~logits.isnan().any()
@@ -171,17 +204,20 @@ class TopKRouter(MegatronModule):
 
     # -- decisions that depend on the tokens of other ranks ----------------------------------
 
-    def _places(self, hidden: Tensor) -> Tensor:
-        """Return the index of each rank's tokens in the order of a single rank: [sharers, s*b]."""
-        s, b = hidden.shape[:2]
-        cp, device_ = self.groups.cp.size(), hidden.device
+    def _places(self, shape: tuple[int, int], where: torch.device) -> Tensor:
+        """Return the index of each rank's tokens in the order of a single rank: [sharers, s*b].
+
+        ``shape``: s and b of this rank.
+        """
+        s, b = shape
+        cp = self.groups.cp.size()
         tp = self.sharers.size() // cp
-        rows = [held_tokens((s * tp * cp,), i, cp, device_).view(tp, s) for i in range(cp)]
-        columns = torch.arange(b, device=device_)
+        rows = [held_tokens((s * tp * cp,), i, cp, where).view(tp, s) for i in range(cp)]
+        columns = torch.arange(b, device=where)
         return (torch.cat(rows).unsqueeze(-1) * b + columns).flatten(1)
 
     def _of_all_tokens(
-        self, x: Tensor, hidden: Tensor, decide: Callable[[Tensor], Tensor]
+        self, x: Tensor, shape: tuple[int, int], decide: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Apply ``decide`` [N, ..] -> [N, ..] to the tokens of all ranks; return this rank's rows.
 
@@ -190,7 +226,7 @@ class TopKRouter(MegatronModule):
         """
         if self.sharers.size() == 1:
             return decide(x)
-        places = self._places(hidden)
+        places = self._places(shape, x.device)
         everything = torch.empty((places.numel(), *x.shape[1:]), dtype=x.dtype, device=x.device)
         everything[places.flatten()] = all_gather_first_dim(x.detach(), self.sharers)
         return decide(everything)[places[self.sharers.rank()]]
@@ -206,7 +242,7 @@ class TopKRouter(MegatronModule):
         return self._sum_over_sharers(counts).clamp(min=1).to(dtype)
 
     def _within_capacity(
-        self, routing: RoutingResult, hidden: Tensor, num_tokens: int | Tensor
+        self, routing: RoutingResult, shape: tuple[int, int], num_tokens: int | Tensor
     ) -> RoutingResult:
         """Drop visits beyond the capacity; with padding the host waits for the number of tokens."""
         factor = self.config.moe_expert_capacity_factor
@@ -216,14 +252,22 @@ class TopKRouter(MegatronModule):
         policy = self.config.moe_token_drop_policy
         kept = self._of_all_tokens(
             arithmetic.dense_visits(routing),
-            hidden,
+            shape,
             lambda visits: arithmetic.fits(visits, capacity, policy),
         )
         is_kept = F.pad(kept, (0, 1)).gather(1, routing.experts)
         return replace(arithmetic.keeping(routing, is_kept), capacity=capacity)
 
-    def _sinkhorn(self, logits: Tensor, hidden: Tensor, padding: Tensor | None) -> RoutingResult:
-        """Choose experts by Sinkhorn's balanced assignment of all tokens; weigh by plain scores."""
+    def sinkhorn_load_balancing(
+        self,
+        logits: Tensor,
+        shape: tuple[int, int] | None = None,
+        padding: Tensor | None = None,
+    ) -> RoutingResult:
+        """Choose experts by Sinkhorn's balanced assignment of all tokens; weigh by plain scores.
+
+        ``shape``: s and b of the tokens, for the order of ties.
+        """
         k = self.rule.k
         marks = logits.new_zeros(len(logits)) if padding is None else padding.to(logits.dtype)
 
@@ -236,7 +280,7 @@ class TopKRouter(MegatronModule):
             return experts
 
         marked = torch.cat([logits, marks.unsqueeze(1)], 1)
-        experts = self._of_all_tokens(marked, hidden, assign)
+        experts = self._of_all_tokens(marked, shape or (len(logits), 1), assign)
         scores = torch.sigmoid(logits) if k == 1 else arithmetic.scores_of(logits, RoutingRule(k=k))
         return RoutingResult(experts, scores.gather(1, experts), self.num_experts)
 
@@ -263,48 +307,92 @@ class TopKRouter(MegatronModule):
         """Return the loss factor: with per-token loss, sums over tokens are divided later."""
         return num_tokens if self.config.calculate_per_token_loss else 1
 
+    def apply_z_loss(
+        self,
+        logits: Tensor,
+        num_tokens: int | Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
+        """Attach the z-loss to the logits [n, E]; ``num_tokens``: of all ranks."""
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not self.training:
+            return logits
+        if num_tokens is None:
+            num_tokens = len(logits) * self.sharers.size()
+        loss = arithmetic.z_loss(logits, num_tokens=num_tokens, padding=padding)
+        factor = coefficient * self._loss_weight(num_tokens)
+        return self.aux_losses.attach(logits, "z_loss", loss, factor)
+
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        """Return the coefficient of a kind of balance loss, 0 without it."""
+        return dict(balance_terms(self.config)).get(aux_loss_type, 0.0)
+
+    def is_aux_loss_enabled(self) -> bool:
+        """Return whether there is a balance loss."""
+        return bool(balance_terms(self.config))
+
     def _with_balance_losses(
         self,
-        routing: RoutingResult,
-        logits: Tensor,
-        hidden: Tensor,
+        weights: Tensor,
+        scores: Tensor,
+        experts: Tensor,
+        shape: tuple[int, int],
         padding: Tensor | None,
         num_tokens: int | Tensor,
-    ) -> RoutingResult:
-        """Attach the balance losses to the weights.
+        kinds: Sequence[str] = ("aux_loss", "seq_aux_loss", "global_aux_loss"),
+    ) -> Tensor:
+        """Attach the balance losses of these ``kinds``, if configured, to ``weights``.  Collective.
 
-        ``scores`` are of this rank's tokens, counts of all: the results of all ranks add up to a
-        loss, which is 1 for equal load.
+        ``scores`` [n, E] are of this rank's tokens, counts of all: the results of all ranks add up
+        to a loss, which is 1 for equal load.
         """
-        terms = balance_terms(self.config)
-        if not terms:
-            return routing
-        k = self.rule.k
-        weights = routing.weights
-        scores = arithmetic.balance_scores(logits, self.rule)
-        plain = arithmetic.best(scores.detach(), k)
         if padding is not None:
             scores = scores.masked_fill(padding.unsqueeze(1), 0.0)
-        for kind, coefficient in terms:
+        for kind, coefficient in balance_terms(self.config):
+            if kind not in kinds:
+                continue
             if kind == "seq_aux_loss":
-                loss = self._sequence_balance_loss(scores, plain, hidden, padding)
+                loss = self._sequence_balance_loss(scores, experts, shape, padding)
             else:
-                counts = arithmetic.tally(plain, self.num_experts, padding)
+                counts = arithmetic.tally(experts, self.num_experts, padding)
                 counts = self._sum_over_sharers(counts)
                 if kind == "global_aux_loss":
                     counts = self._mean_so_far(counts)
                 # E times the sum over experts of (fraction of visits) times (mean score)
-                share = counts.to(scores.dtype) / (k * num_tokens)
+                share = counts.to(scores.dtype) / (self.rule.k * num_tokens)
                 loss = self.num_experts * (scores.sum(0) * share).sum() / num_tokens
             factor = coefficient * self._loss_weight(num_tokens)
             weights = self.aux_losses.attach(weights, loss_name(kind), loss, factor)
-        return replace(routing, weights=weights)
+        return weights
+
+    def _apply_loss(
+        self,
+        kind: str,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        seq_length: int | None = None,
+        bsz: int = 1,
+    ) -> Tensor:
+        """Attach one balance loss, for an override of `routing` with Megatron Core's tensors."""
+        n = len(probs)
+        plain = arithmetic.best(routing_map.to(probs.dtype), self.topk)
+        where = (seq_length or n, bsz), None, n * self.sharers.size()
+        return self._with_balance_losses(probs, scores_for_aux_loss, plain, *where, (kind,))
+
+    _apply_aux_loss = partialmethod(_apply_loss, "aux_loss")
+    _apply_seq_aux_loss = partialmethod(_apply_loss, "seq_aux_loss")
+    _apply_global_aux_loss = partialmethod(_apply_loss, "global_aux_loss")
 
     def _sequence_balance_loss(
-        self, scores: Tensor, experts: Tensor, hidden: Tensor, padding: Tensor | None
+        self,
+        scores: Tensor,
+        experts: Tensor,
+        shape: tuple[int, int],
+        padding: Tensor | None,
     ) -> Tensor:
         """Return the mean of the balance losses of each sequence.  Collective over the sharers."""
-        s, b = hidden.shape[:2]
+        s, b = shape
         sequence = torch.arange(b, device=scores.device).repeat(s).unsqueeze(1)
         counts = arithmetic.tally(
             sequence * self.num_experts + experts, b * self.num_experts, padding
@@ -317,6 +405,11 @@ class TopKRouter(MegatronModule):
             visits = (self.rule.k * length).unsqueeze(1)
         share = counts.to(scores.dtype) / visits
         return ((scores.view(s, b, -1).sum(0) * share).sum(-1) * (self.num_experts / length)).mean()
+
+    def _maintain_float32_expert_bias(self) -> None:
+        """Convert the expert bias, in which small updates add up, back to float32."""
+        if self.expert_bias is not None:
+            self.expert_bias.data = self.expert_bias.data.float()
 
 
 def loss_name(kind: str) -> str:
@@ -345,7 +438,7 @@ def update_expert_biases(
     tp_dp_cp.
     """
     routers = [m for model in models for m in model.modules() if isinstance(m, TopKRouter)]
-    counts = [r.tokens_per_expert for r in routers if r.tokens_per_expert is not None]
+    counts = [r.local_tokens_per_expert for r in routers if r.local_tokens_per_expert is not None]
     if not counts:
         return
     total = torch.stack(counts)
@@ -354,6 +447,6 @@ def update_expert_biases(
     steps = torch.sign(total.mean(-1, keepdim=True) - total) * rate
     for router, step in zip(routers, steps, strict=True):
         assert router.expert_bias is not None, "it comes with the counts"
-        assert router.tokens_per_expert is not None, "it comes with the bias"
+        assert router.local_tokens_per_expert is not None, "it comes with the bias"
         router.expert_bias += step
-        router.tokens_per_expert.zero_()
+        router.local_tokens_per_expert.zero_()

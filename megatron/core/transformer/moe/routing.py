@@ -10,7 +10,7 @@ Sources: arXiv 2101.03961 (balance loss), 2202.08906 (z-loss), 2405.04434 (group
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,9 @@ class RoutingResult:
     ``experts`` [n, k]: expert numbers, E for a dropped visit.  ``weights`` [n, k]: factor of each
     expert's output.  ``capacity``: maximum number of tokens of a micro-batch per expert, None
     without a limit.  ``may_have_dropped``: whether there may be dropped visits.
+
+    It unpacks to Megatron Core's pair, which `of` converts back: probs [n, E], the weights or 0,
+    and routing_map [n, E], which experts are chosen.
     """
 
     experts: Tensor
@@ -41,6 +44,25 @@ class RoutingResult:
     def counts(self) -> Tensor:
         """Count the tokens of each expert: [E]."""
         return tally(self.experts, self.num_experts + 1)[:-1]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        shape = len(self.experts), self.num_experts + 1
+        probs = self.weights.new_zeros(shape).scatter(1, self.experts, self.weights)
+        yield probs[:, :-1]
+        yield torch.zeros_like(probs, dtype=torch.bool).scatter_(1, self.experts, True)[:, :-1]
+
+    @classmethod
+    def of(cls, routing: RoutingResult | tuple[Tensor, Tensor]) -> RoutingResult:
+        """Convert Megatron Core's pair; reads the largest number of experts of a token."""
+        if isinstance(routing, RoutingResult):
+            return routing
+        probs, routing_map = routing
+        k = int(routing_map.sum(-1).max()) if len(routing_map) else 1
+        visits = probs.detach().masked_fill(~routing_map, float("-inf"))
+        experts = best(visits, max(k, 1))
+        is_dropped = ~routing_map.gather(1, experts)
+        weights = probs.gather(1, experts)
+        return keeping(cls(experts, weights, probs.shape[-1]), ~is_dropped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +92,22 @@ def tally(numbers: Tensor, size: int, padding: Tensor | None = None) -> Tensor:
     )
 
 
-def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> RoutingResult:
-    """Choose experts by score plus ``bias`` [E], weigh by score alone.  ``logits``: [n, E]."""
+Choose = Callable[[Tensor, int], Tensor]  # from scores [n, E] and k to experts [n, k]
+
+
+def route(
+    logits: Tensor, rule: RoutingRule, bias: Tensor | None = None, choose: Choose | None = None
+) -> RoutingResult:
+    """Choose experts by score plus ``bias`` [E], weigh by score alone.  ``logits``: [n, E].
+
+    ``choose``: default is `best`.
+    """
     is_sigmoid = rule.score_function == "sigmoid"
     scores = scores_of(logits, rule) if is_sigmoid or rule.pre_softmax else logits
     ranked = scores.detach() if bias is None else scores.detach() + bias
     if rule.num_groups > 1:
         ranked = _within_best_groups(ranked, rule)
-    experts = best(ranked, rule.k)
+    experts = (choose or best)(ranked, rule.k)
     return RoutingResult(experts, weights_of(logits, experts, rule), logits.shape[-1])
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from megatron.core.parallel.default_groups import library_call
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import new_parameter, param_info_for
 from megatron.core.tensor_parallel.linear import Multiply
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -22,9 +23,17 @@ class SharedExpertMLP(MLP):
     multiply: Multiply = staticmethod(F.linear)
     sigmoid: Callable[[Tensor], Tensor] = staticmethod(torch.sigmoid)
 
+    @library_call("config submodules gate model_comm_pgs")
     def __init__(
-        self, config: TransformerConfig, submodules: MLPSubmodules, *, tp_group: ProcessGroup
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        gate: bool = False,
+        *,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
+        """Create the layers.  There is a gate if ``gate`` or the config asks for it."""
+        tp_group = pg_collection.tp
         super().__init__(
             config,
             submodules,
@@ -32,7 +41,7 @@ class SharedExpertMLP(MLP):
             ffn_hidden_size=config.moe_shared_expert_intermediate_size,
         )
         self.gate_weight: torch.nn.Parameter | None = None
-        if config.moe_shared_expert_gate:
+        if gate or config.moe_shared_expert_gate:
             is_sequence_sharded = config.sequence_parallel and tp_group.size() > 1
             info = param_info_for(
                 (1, config.hidden_size), config.init_method, sequence_parallel=is_sequence_sharded
