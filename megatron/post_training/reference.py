@@ -209,7 +209,7 @@ def _held(run: ModelRun) -> list[Tensor]:
     return [
         local_part(tensor.detach())
         for chunk in run.model_chunks
-        for tensor in (*chunk.parameters(), *chunk.buffers())
+        for _, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
         if tensor.requires_grad or not has_adapters
     ]
 

@@ -192,7 +192,9 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
         pass  # the state is made when it is first asked for
     state = run.optimizer.state_tensors(on_host=False)
     params = [p for chunk in run.model_chunks for p in chunk.parameters()]
-    buffers = [b.data for c in run.model_chunks for b in getattr(c, "grad_buffers", {}).values()]
+    buffers = [
+        b.grad_data for c in run.model_chunks for b in getattr(c, "grad_buffers", {}).values()
+    ]
     tracker = Tracker([*params, *buffers, *state])
     peaks = []
     with tracker:

@@ -106,8 +106,6 @@ COMPATIBILITY_API = {
         "megatron/core/models/vision/clip_vit_model.py",
         "megatron/core/models/vision/multimodal_projector.py",
         "megatron/core/models/vision/radio.py",
-        "megatron/core/distributed/distributed_data_parallel.py",
-        "megatron/core/optimizer/__init__.py",
         "megatron/core/pipeline_parallel/schedules.py",
         "megatron/core/utils.py",  # get_batch_on_this_cp_rank for scripts
         "megatron/core/tensor_parallel/random.py",

@@ -47,9 +47,25 @@ NAMES: PathTable = {
     "core.distributed.fsdp.src.megatron_fsdp": {},
     "core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp": {},
     "core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor": {},
-    "core.optimizer": {},
-    "core.optimizer.cpu_offloading.hybrid_optimizer": {},
-    "core.optimizer.optimizer": {},
+    "core.optimizer": {
+        "core.compat.optimizer": "ChainedOptimizer param_group_identifier_keys "
+        "get_standard_config_overrides",
+        "core.optimizer.optimizer_config": "AdamOptimizerConfig=OptimizerConfig "
+        "SGDOptimizerConfig=OptimizerConfig",
+        "core.optimizer.param_groups": "ParamGroupOverride ParamKey ParamPredicate",
+    },
+    "core.optimizer.cpu_offloading.hybrid_optimizer": {
+        "core.compat.optimizer": "HybridDeviceOptimizer"
+    },
+    "core.optimizer.layer_wise_optimizer": {
+        "core.compat.optimizer": "LayerWiseDistributedOptimizer"
+    },
+    "core.optimizer.muon": {"core.compat.optimizer": "get_megatron_muon_optimizer"},
+    "core.optimizer.optimizer": {
+        "core.compat.optimizer": "ChainedOptimizer ProxyDict param_group_identifier_keys"
+    },
+    "core.optimizer.qk_clip": {"core.compat.optimizer": "clip_qk"},
+    "core.optimizer_param_scheduler": {"core.optimizer.param_groups": "ParamGroupOverride"},
     # -- Models, inference and packages before Megatron Core
     "core.export.data_type": {},
     "core.export.export_config": {},

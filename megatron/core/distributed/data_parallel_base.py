@@ -60,8 +60,8 @@ class DataParallelBase(nn.Module, ABC):
         """Begin a step: drop the gradients of the previous one."""
 
     @abstractmethod
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply all reduced gradients by ``factor``, in place."""
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        """Multiply all reduced gradients by ``scaling_factor``, in place."""
 
     @abstractmethod
     def reduced_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
@@ -80,10 +80,14 @@ class DataParallelBase(nn.Module, ABC):
         """
 
     @abstractmethod
-    def start_param_sync(self) -> None:
+    def start_param_sync(
+        self, *_: object, force_sync: bool = False, force_dispatch: bool = False
+    ) -> None:
         """All-gather the parameters, after this rank has updated the elements that it owns.
 
-        Collective over data-parallel ranks.
+        Collective over data-parallel ranks.  While an all-gather is in progress, a call starts no
+        other one.  ``force_sync``: wait until all parameters are gathered.  ``force_dispatch``: the
+        elements have just been updated, so an all-gather in progress is an error.
         """
 
     def spans_by_rank(self) -> Iterator[tuple[nn.Parameter, list[tuple[int, int]]]]:

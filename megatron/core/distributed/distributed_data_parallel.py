@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from megatron.core.autograd import runs_hooks_without_gradient
 from megatron.core.device.nccl_allocator import registered_memory
@@ -50,7 +51,7 @@ from megatron.core.distributed.grad_buffer import (
     takes_products,
 )
 from megatron.core.distributed.param_buffer import ParamBucket, ParamGather, make_param_buckets
-from megatron.core.parallel import parallel_state
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of
 
@@ -58,15 +59,17 @@ from megatron.core.params.param_info import info_of
 class DistributedDataParallel(DataParallelBase):
     """Data parallelism with complete parameters on every rank and gradients reduced in buckets."""
 
+    @library_call("config ddp_config module disable_bucketing grad_comm_pgs model_comm_pgs")
     def __init__(
         self,
         config: Any,
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
         disable_bucketing: bool = False,
-        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
-        super().__init__(config, ddp_config, module, pg_collection or parallel_state.current())
+        super().__init__(config, ddp_config, module, pg_collection)
         self.is_last_microbatch = True
         params = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self._position = {param: i for i, (_, param) in enumerate(params)}
@@ -94,18 +97,22 @@ class DistributedDataParallel(DataParallelBase):
                 self._make_buffers(key, layout, [params[i] for i in members])
         # In the order in which a backward pass completes them.  It follows from the positions of
         # parameters alone, so it is the same on all ranks.
-        self.buckets = sorted(
+        self.buckets: list[GradBucket] = sorted(
             (b for buffer in self.grad_buffers.values() for b in buffer.buckets),
             key=lambda b: -min(self._position[slot.param] for slot in b.slots),
         )
+        # Megatron Core's names, which projects walk to move the tensors of a model to the host.
+        self.buffers = [b for key, b in self.grad_buffers.items() if not key.is_expert]  # type: ignore[assignment]
+        self.expert_parallel_buffers = [b for key, b in self.grad_buffers.items() if key.is_expert]
         self._next = 0  # index of the first bucket whose reduction has not started
         self.param_gather = self._in_gather_order()
         for bucket in self.buckets:
             for slot in bucket.slots:
                 hook = GradientHook(self._on_gradient, slot, bucket)
                 slot.param.register_post_accumulate_grad_hook(hook)
+        self.remove_forward_pre_hook_handles: list[RemovableHandle] = []
         if ddp_config.overlap_param_gather:
-            self._wait_in_forward()
+            self.enable_forward_pre_hook()
         if config.gradient_accumulation_fusion:
             # Layers accumulate weight gradients in the buffers themselves, if that is faster.
             # A parameter with two uses must go through autograd, which adds both gradients.
@@ -150,12 +157,12 @@ class DistributedDataParallel(DataParallelBase):
             bucket.reset()
         self._next = 0
 
-    def scale_gradients(self, factor: float | Tensor) -> None:
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         for bucket in self.buckets:
-            bucket.owned.mul_(factor)
+            bucket.owned.mul_(scaling_factor)
         grads = [param.grad for param in self.direct if param.grad is not None]
         if grads:
-            torch._foreach_mul_(grads, factor)
+            torch._foreach_mul_(grads, scaling_factor)
 
     def owned_parts(self) -> Iterator[tuple[nn.Parameter, int, int]]:
         """Yield (parameter, start, stop): the elements that this rank's optimizer updates.
@@ -188,13 +195,18 @@ class DistributedDataParallel(DataParallelBase):
             assert grad is not None, "a sharded parameter has its gradient in a buffer"
             yield param, grad.view(-1)[start:stop]
 
-    def start_param_sync(self) -> None:
+    def start_param_sync(
+        self, *_: object, force_sync: bool = False, force_dispatch: bool = False
+    ) -> None:
         """All-gather the parameters, after this rank has updated its shares.
 
         Collective over data-parallel ranks.  With overlap, start only the first bucket.
         """
-        self.param_gather.begin()
-        if self.ddp_config.overlap_param_gather:
+        if not force_dispatch and self.param_gather.is_complete:
+            self.finish_param_sync()  # a caller has changed values, not the codes of them
+        if force_dispatch or self.param_gather.is_complete:
+            self.param_gather.begin()
+        if self.remove_forward_pre_hook_handles and not force_sync:
             self.param_gather.start(1)
         else:
             self.param_gather.finish()
@@ -208,7 +220,7 @@ class DistributedDataParallel(DataParallelBase):
         for count, bucket in enumerate(self.param_gather.buckets, start=1):
             yield bucket
             self.param_gather.start(count)
-        if not self.ddp_config.overlap_param_gather:
+        if not self.remove_forward_pre_hook_handles:
             self.param_gather.finish()
 
     def keep_values(self) -> None:
@@ -242,10 +254,13 @@ class DistributedDataParallel(DataParallelBase):
         named = [(info_of(param).name or name, param) for name, param in params]
         group = self._group(key.is_expert)
         groups = self.groups
-        self.grad_buffers[key] = GradBuffer(named, layout, key.grad_dtype, self._reduction(group))
+        buffer = GradBuffer(named, layout, key.grad_dtype, self._reduction(group))
+        self.grad_buffers[key] = buffer
         if self.ddp_config.use_distributed_optimizer:
             tp = groups.expt_tp if key.is_expert else groups.tp
-            self._param_buckets += make_param_buckets([p for _, p in params], layout, group, tp)
+            values = [p for _, p in params]
+            buffer.param_data, buckets = make_param_buckets(values, layout, group, tp)
+            self._param_buckets += buckets
 
     def _group(self, is_expert: bool) -> ProcessGroup:
         """Return the ranks of one optimizer instance if sharded, else all data-parallel ranks."""
@@ -291,11 +306,15 @@ class DistributedDataParallel(DataParallelBase):
             )
         )
 
-    def _wait_in_forward(self) -> None:
-        """Register forward pre-hooks that wait for the parameters that a module holds directly.
+    def enable_forward_pre_hook(self) -> None:
+        """Let modules wait for the parameters that they hold directly, by forward pre-hooks.
 
-        Code that reads a module's parameters without calling the module must run its pre-hooks.
+        From now on `start_param_sync` overlaps with the forward pass.  Code that reads a module's
+        parameters without calling the module must run its pre-hooks.
         """
+        assert not self.remove_forward_pre_hook_handles, (
+            "the forward pre-hooks are registered already"
+        )
         needed = {
             param: count
             for count, bucket in enumerate(self.param_gather.buckets, start=1)
@@ -306,9 +325,22 @@ class DistributedDataParallel(DataParallelBase):
             own = [needed.get(p, 0) for p in module.parameters(recurse=False)]
             count = max(own, default=0) if module is not self.module else max(first, *own, 0)
             if count > 0:
-                module.register_forward_pre_hook(
-                    lambda *_, count=count: self.param_gather.finish(count)
+                self.remove_forward_pre_hook_handles.append(
+                    module.register_forward_pre_hook(
+                        lambda *_, count=count: self.param_gather.finish(count)
+                    )
                 )
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Remove the pre-hooks; from now on `start_param_sync` waits for the parameters.
+
+        ``param_sync``: finish a gather that is in progress.  Collective over data-parallel ranks.
+        """
+        for wait in self.remove_forward_pre_hook_handles:
+            wait.remove()
+        self.remove_forward_pre_hook_handles.clear()
+        if param_sync:
+            self.finish_param_sync()
 
     def _on_gradient(self, slot: GradSlot, bucket: GradBucket, _: Tensor) -> None:
         if not slot.take():

@@ -7,19 +7,24 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.config import flag_messages
+from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import INT64_MAX, option
 
 _distributed = partial(option, group="distributed")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DistributedDataParallelConfig:
-    """Configuration of gradient reduction and parameter sharding over data-parallel ranks."""
+    """Configuration of gradient reduction and parameter sharding over data-parallel ranks.
+
+    Projects derive dataclasses from it and assign to its fields before they wrap the model.
+    """
 
     check_for_nan_in_grad: bool = option(  # and in the loss
-        True,
+        False,
         "Do not check loss and gradients for NaN and infinity; training continues if they occur.",
         group="training",
+        default=True,
         flag="--no-check-for-nan-in-loss-and-grad",
         dest="check_for_nan_in_loss_and_grad",
     )
@@ -78,8 +83,10 @@ class DistributedDataParallelConfig:
         "--use-distributed-optimizer and --overlap-grad-reduce.",
     )
     align_param_gather: bool = _distributed(
-        True,
+        False,
         "Do not align the start of the parameter all-gather across pipeline stages.",
+        flag="--no-align-param-gather",
+        default=True,
         ignored=flag_messages.ALWAYS_SO,
     )
     nccl_ub: bool = _distributed(
@@ -140,8 +147,23 @@ class DistributedDataParallelConfig:
         "Keep all-gathered parameters between forward and backward instead of freeing them.",
         flag="--torch-fsdp2-no-reshard-after-forward",
     )
-    # Megatron-LM's constructor has it too; its flag is a field of OptimizerConfig.
+    # Megatron-LM's constructor has these too; the flag of the first is a field of OptimizerConfig.
     use_distributed_optimizer: bool = False
+    outer_dp_sharding_strategy: str = "no_shard"
+    # Settings without effect: the layers, the model's configuration and FSDP2 decide.
+    fp8_param_gather: bool = False
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    preserve_fp32_weights: bool = True
+    disable_symmetric_registration: bool = False
+    delay_wgrad_compute: bool = False
+    use_custom_fsdp: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the fields.  Classes derived from this one call it when their fields are final."""
+        if self.use_custom_fsdp:
+            raise ConfigError("use_custom_fsdp=True: its name is use_megatron_fsdp")
+        if not self.preserve_fp32_weights and self.use_megatron_fsdp:
+            raise ConfigError("preserve_fp32_weights=False: FSDP always stores parameters in fp32")
 
 
 # -- what data-parallel ranks shard, from the configuration or arguments with the same names -----
@@ -164,8 +186,14 @@ def reshards_after_forward(config: Config) -> bool:
 
 def shares_instances(config: Config) -> bool:
     """Return whether instances of a sharded model (HSDP) divide the update of their common part."""
-    is_asked = config.use_megatron_fsdp and config.enable_full_sharding_in_hsdp
-    return bool(is_asked and is_fully_sharded(config) and num_instances(config) > 1)
+    by_strategy = vars(config).get("outer_dp_sharding_strategy") == "optim"
+    is_asked = config.enable_full_sharding_in_hsdp or by_strategy
+    return bool(
+        is_asked
+        and config.use_megatron_fsdp
+        and is_fully_sharded(config)
+        and num_instances(config) > 1
+    )
 
 
 def num_instances(config: Config) -> int:

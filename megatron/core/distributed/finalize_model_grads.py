@@ -23,14 +23,17 @@ from megatron.core.params.param_info import ParamInfo, info_of, local_part
 def finalize_model_grads(
     model: Sequence[DataParallelBase],
     num_tokens: Tensor | None = None,
+    grad_finalize_pgs: ProcessGroupCollection | None = None,
+    *,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> None:
     """Reduce the gradients of all chunks to those of the global batch.  Collective on all ranks.
 
     ``num_tokens``: number of loss-bearing tokens of this rank (0 on stages without the loss), if
     losses are sums over tokens; gradients are then divided by the global number.
+    ``grad_finalize_pgs``: an earlier name of ``pg_collection``.  Default: the groups of the model.
     """
-    groups = pg_collection or model[0].groups
+    groups = pg_collection or grad_finalize_pgs or model[0].groups
     for chunk in model:
         chunk.finish_grad_sync()
     for group, is_expert in ((groups.tp, False), (groups.expt_tp, True)):

@@ -171,9 +171,9 @@ class FullyShardedDataParallel(DataParallelBase):
         for param in self.module.parameters():
             param.grad = None
 
-    def scale_gradients(self, factor: float | Tensor) -> None:
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         grads = [grad for _, grad in self.reduced_gradients()]
-        torch._foreach_mul_([grad for grad in grads if grad is not None], factor)
+        torch._foreach_mul_([grad for grad in grads if grad is not None], scaling_factor)
 
     def reduced_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         for param in self.module.parameters():
@@ -217,7 +217,9 @@ class FullyShardedDataParallel(DataParallelBase):
                 yield param, held
 
     @torch.no_grad()
-    def start_param_sync(self) -> None:
+    def start_param_sync(
+        self, *_: object, force_sync: bool = False, force_dispatch: bool = False
+    ) -> None:
         """All-gather the pieces that other instances updated.  Collective over inter_dist_opt.
 
         One all-gather per unit.

@@ -223,7 +223,13 @@ class GradBucket:
 
 
 class GradBuffer:
-    """The gradients of ``params`` in one tensor, split into ``buckets``.  Initially zero."""
+    """The gradients of ``params`` in one tensor, split into ``buckets``.  Initially zero.
+
+    ``param_data``: the values of the parameters in a tensor of the same layout, if the distributed
+    optimizer shards them and layers do not use 8-bit codes instead.
+    """
+
+    param_data: Tensor | None = None
 
     def __init__(
         self,
@@ -234,13 +240,15 @@ class GradBuffer:
     ) -> None:
         self.layout = layout
         self.reduction = reduction
-        self.data = torch.zeros(layout.numel, dtype=grad_dtype, device=params[0][1].device)
+        self.grad_data = torch.zeros(layout.numel, dtype=grad_dtype, device=params[0][1].device)
         self.slots = [
-            GradSlot(param, name, self.data[start:stop].view(param.shape))
+            GradSlot(param, name, self.grad_data[start:stop].view(param.shape))
             for (name, param), (start, stop) in zip(params, layout.spans, strict=True)
         ]
         self.buckets = [
-            GradBucket(self.data[b.start : b.stop], [self.slots[i] for i in b.params], reduction)
+            GradBucket(
+                self.grad_data[b.start : b.stop], [self.slots[i] for i in b.params], reduction
+            )
             for b in layout.buckets
         ]
 

@@ -162,10 +162,11 @@ def make_param_buckets(
     layout: BufferLayout,
     group: ProcessGroup,
     weight_group: ProcessGroup,
-) -> list[ParamBucket]:
+) -> tuple[Tensor | None, list[ParamBucket]]:
     """Move the values of ``params`` into one tensor, split into buckets; padding is zero.
 
-    A `CodesBucket` has a tensor of its own, so that its values can be freed separately.
+    Returns the tensor and the buckets.  A `CodesBucket` has a tensor of its own, so that its values
+    can be freed separately.
     ``weight_group``: the tensor-parallel ranks that hold the other shards of such a weight.
     """
     first = params[0]
@@ -187,7 +188,7 @@ def make_param_buckets(
             buckets.append(CodesBucket(data, held, group, spans, weight_group))
         else:
             buckets.append(ParamBucket(data, held, group))
-    return buckets
+    return whole, buckets
 
 
 class ParamGather:
@@ -201,9 +202,14 @@ class ParamGather:
         self.buckets = tuple(buckets)
         self._started = self._finished = len(self.buckets)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no all-gather is in progress or waiting to be started."""
+        return self._finished == len(self.buckets)
+
     def begin(self) -> None:
         """Mark all gathered values as stale: this rank has updated its shares."""
-        assert self._finished == len(self.buckets), "parameters are updated while they are gathered"
+        assert self.is_complete, "parameters are updated while they are gathered"
         self._started = self._finished = 0
 
     def start(self, count: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,34 +13,46 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer as MegatronOptim
 from megatron.core.optimizer.optimizer_config import OptimizerConfig as OptimizerConfig
 from megatron.core.optimizer.param_groups import (
     ParamCondition,
+    ParamGroupOverride,
+    ParamKey,
     make_param_groups,
+    no_weight_decay_on_embeddings,
     trainable_parameters,
 )
 from megatron.core.optimizer.reduced_precision_state import StateChunk as StateChunk
 from megatron.core.optimizer.update_rules import State as State
 from megatron.core.optimizer.update_rules import UpdateRule as UpdateRule
 from megatron.core.optimizer.update_rules import register_optimizer as register_optimizer
-from megatron.core.parallel import parallel_state
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 
 
+@library_call(
+    "config model_chunks no_weight_decay_cond scale_lr_cond lr_mult use_gloo_process_groups "
+    "default_skip_embedding_weight_decay grad_comm_pgs model_comm_pgs",
+    unused="use_gloo_process_groups dump_param_to_param_group_map",
+)
 def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],
     no_weight_decay_cond: ParamCondition | None = None,
     scale_lr_cond: ParamCondition | None = None,
     lr_mult: float = 1.0,
-    use_gloo_process_groups: bool = True,
-    pg_collection: ProcessGroupCollection | None = None,
+    *,
+    default_skip_embedding_weight_decay: bool = False,
+    config_overrides: Mapping[ParamKey, ParamGroupOverride] | None = None,
+    pg_collection: ProcessGroupCollection,
 ) -> MegatronOptimizer:
     """Build the optimizer for the trainable parameters of this rank.
 
     ``no_weight_decay_cond`` and ``scale_lr_cond`` are called with (name, parameter); ``lr_mult``
-    multiplies the learning rate of parameters that ``scale_lr_cond`` selects.  --loss-scale makes a
+    multiplies the learning rate of parameters that ``scale_lr_cond`` selects.
+    ``default_skip_embedding_weight_decay``: without a condition, neither vectors nor embeddings
+    have weight decay.  `make_param_groups` defines ``config_overrides``.  --loss-scale makes a
     constant loss scale, fp16 parameters a dynamic one.
-    ``use_gloo_process_groups`` has no effect; Megatron-LM's signature has it.
     """
-    del use_gloo_process_groups
+    if default_skip_embedding_weight_decay and no_weight_decay_cond is None:
+        no_weight_decay_cond = no_weight_decay_on_embeddings
     scaler: GradScaler | None = None
     if config.loss_scale is not None:
         scaler = ConstantGradScaler(config.loss_scale)
@@ -57,7 +69,7 @@ def get_megatron_optimizer(
         no_weight_decay_cond=no_weight_decay_cond,
         scale_lr_cond=scale_lr_cond,
         lr_mult=lr_mult,
+        overrides=config_overrides,
     )
     kind = DistributedOptimizer if config.use_distributed_optimizer else MegatronOptimizer
-    groups = pg_collection or parallel_state.current()
-    return kind(config, model_chunks, param_groups, groups, scaler)
+    return kind(config, model_chunks, param_groups, pg_collection, scaler)

@@ -45,7 +45,7 @@ class DistributedOptimizer(MegatronOptimizer):
         groups: ProcessGroupCollection,
         grad_scaler: GradScaler | None = None,
     ) -> None:
-        self.model_chunks = [_sharded(chunk) for chunk in model_chunks]
+        self.model_chunks: list[DataParallelBase] = [_sharded(chunk) for chunk in model_chunks]
         copy = groups.inter_dist_opt.rank()
         num_copies = groups.inter_dist_opt.size()
         if any(shares_instances(chunk.ddp_config) for chunk in self.model_chunks):
@@ -63,6 +63,12 @@ class DistributedOptimizer(MegatronOptimizer):
                 # These parameters are their own main parameters: the update reads their old
                 # values, which the wrapper otherwise frees once it has the 8-bit codes.
                 chunk.keep_values()
+
+    @property
+    def shard_fp32_from_float16_groups(self) -> list[list[nn.Parameter]]:
+        """Main parameters of 16-bit parameters, by group; projects move them to the host."""
+        apart = {p.main for p in self.params if p.has_main}
+        return [[main for main in g["params"] if main in apart] for g in self.param_groups]
 
     def _update(self, divisor: float | Tensor, accepted: Tensor | None = None) -> None:
         self._prepare()
@@ -91,7 +97,7 @@ class DistributedOptimizer(MegatronOptimizer):
     def _publish(self, left: Sequence[OptimizedParam]) -> None:
         super()._publish(left)
         for chunk in self.model_chunks:
-            chunk.start_param_sync()
+            chunk.start_param_sync(force_dispatch=True)
 
 
 def _sharded(chunk: nn.Module) -> DataParallelBase:

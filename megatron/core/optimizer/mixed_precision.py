@@ -25,6 +25,7 @@ from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.fusions import kernels
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
+from megatron.core.optimizer.reduced_precision_state import dtype_of
 from megatron.core.params.param_info import FlatPart, ParamInfo, info_of, local_part
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -70,7 +71,11 @@ class OptimizedParam:
     @property
     def model_values(self) -> Tensor:
         """View of the elements of the model parameter that ``main`` is the master copy of."""
-        return _part_of(local_part(self.model.detach()), self.part)
+        return self.values_in(local_part(self.model.detach()))
+
+    def values_in(self, weight: Tensor) -> Tensor:
+        """Return the elements of ``weight``, of the model parameter's shape, that ``main`` has."""
+        return _part_of(weight, self.part)
 
     def bind_main_grad(self) -> Tensor:
         """Bind the reduced gradient to ``main.grad``, without a copy; return it.
@@ -130,7 +135,7 @@ def _record(
         values.is_contiguous()
         and stores_remainders(config, values)
         # A weight gathered as 8-bit codes is no longer the upper half of its fp32 master.
-        and not (config.main_params_dtype == "fp32" and info.gathered_as_codes)
+        and not (dtype_of(config.main_params_dtype) == torch.float32 and info.gathered_as_codes)
     ):
         main = nn.Parameter(values.float())
     else:
@@ -151,7 +156,8 @@ def stores_remainders(config: OptimizerConfig, values: Tensor) -> bool:
     Weights with other layouts, or gathered as codes, can have a copy all the same.
     """
     # An fp32 master is a bf16 weight and a 16-bit remainder; fp16 is not the upper half of fp32.
-    if values.dtype not in ((torch.bfloat16,) if config.main_params_dtype == "fp32" else _HALF):
+    is_fp32 = dtype_of(config.main_params_dtype) == torch.float32
+    if values.dtype not in ((torch.bfloat16,) if is_fp32 else _HALF):
         return False
     # A fused Adam kernel is as fast on weight and remainder as on fp32: save the separate copy.
     is_fused = config.optimizer == "adam" and kernels.is_available("adam", values)

@@ -22,13 +22,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.errors import CheckpointError, NonFiniteError
-from megatron.core.diagnostics.timers import Timers, timed
+from megatron.core.diagnostics.timers import timed
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.non_finite import non_finite_gradients
-from megatron.core.optimizer.clip_grads import count_zeros, gradient_divisor, squared_norm
+from megatron.core.optimizer.clip_grads import (
+    count_zeros,
+    counts_here,
+    global_norm,
+    gradient_divisor,
+    squared_norm,
+)
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, GradScaler
 from megatron.core.optimizer.mixed_precision import (
     OptimizedParam,
@@ -39,12 +46,16 @@ from megatron.core.optimizer.mixed_precision import (
 )
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import ParamGroup, trainable_parameters
+from megatron.core.optimizer.param_groups import (
+    ParamGroup,
+    trainable_parameters,
+    without_wrappers,
+)
 from megatron.core.optimizer.reduced_precision_state import StateStorage
-from megatron.core.optimizer.update_rules import UpdateRule, update_rule
+from megatron.core.optimizer.update_rules import State, UpdateRule, update_rule
 from megatron.core.parallel.collectives import all_gather_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.params.param_info import ParamInfo
+from megatron.core.params.param_info import ParamInfo, local_part
 from megatron.core.rerun.state_machine import RerunStateMachine, get_rerun_state_machine
 
 
@@ -56,6 +67,8 @@ class MegatronOptimizer:
 
     # Whether data-parallel ranks hold different parts of the gradients: norms then sum over them.
     is_sharded = False
+    # Every rank takes part in a step, also one without parameters.
+    is_stub_optimizer = False
 
     def __init__(
         self,
@@ -69,7 +82,8 @@ class MegatronOptimizer:
         self.config = config
         self.groups = groups
         self.grad_scaler = grad_scaler
-        self.timers: Timers | None = None
+        self.timers = config.timers
+        self.model_chunks: Sequence[nn.Module] = model_chunks
         wrappers = [chunk for chunk in model_chunks if isinstance(chunk, DataParallelBase)]
         self.check_for_nan = any(each.ddp_config.check_for_nan_in_grad for each in wrappers)
         names = {param: name for name, param in trainable_parameters(model_chunks)}
@@ -84,6 +98,8 @@ class MegatronOptimizer:
             self.rule = Muon(main_groups, config, scalar, self.params, spans, groups)
         else:
             self.rule = update_rule(config.optimizer)(main_groups, config)
+        # Gradients that this rank updates by, from `prepare_grads` to the update.
+        self._grads: list[tuple[ParamInfo, Tensor]] = []
         # Stream of the copies between device and offloaded parameters.
         self._copies: device.Stream | None = None
 
@@ -157,6 +173,101 @@ class MegatronOptimizer:
         self.drop_gradients()
         return (False, None, None) if found_inf else (True, norm / scale, num_zeros)
 
+    # -- a step in parts, for programs that do something between them
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Divide the gradients by the loss scale, in place; return whether to skip the step.
+
+        The step is skipped if a gradient of any rank is not finite.  Collective over the ranks of
+        the model.  Raises NonFiniteError as `step` does.
+        """
+        machine = get_rerun_state_machine()
+        self._grads = self._main_grads()
+        norm = self.get_grad_norm()
+        if self.is_checked:
+            self._validate_norm(machine, norm)
+        machine.check_pass()
+        found_inf = not math.isfinite(norm)
+        scale = 1.0
+        if self.grad_scaler is not None:
+            scale = self.grad_scaler.scale
+            self.grad_scaler.update(found_inf)
+        if found_inf:
+            self.drop_gradients()
+        else:
+            self._divide_grads(scale)
+        return found_inf
+
+    def get_grad_norm(self) -> float:
+        """Return the norm of the gradients of the model.  Collective over its ranks."""
+        return global_norm(self._main_grads(), self.groups, is_sharded=self.is_sharded)
+
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Scale the gradients in place to a norm of at most ``clip_grad``; return it as it was.
+
+        Collective over the ranks of the model.
+        """
+        norm = self.get_grad_norm()
+        self.clip_by_norm(clip_grad, norm)
+        return norm
+
+    def clip_by_norm(self, clip_grad: float, norm: float) -> None:
+        """Scale the gradients in place as those of a model whose gradients have this norm."""
+        squares = torch.tensor(norm**2, dtype=torch.float64)
+        self._divide_grads(float(gradient_divisor(squares, 1.0, clip_grad)))
+
+    def count_zeros(self) -> int:
+        """Count the zeros in the gradients of the model.  Collective over its ranks."""
+        return count_zeros(self._main_grads(), self.groups, is_sharded=self.is_sharded)
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Update the parameters by their gradients as they are; return True.
+
+        Collective if parameters are sharded.
+        """
+        self._fetch_offloaded([grad for _, grad in self._main_grads()])
+        self._update(1.0)
+        self.drop_gradients()
+        return True
+
+    def _main_grads(self) -> list[tuple[ParamInfo, Tensor]]:
+        return self._grads or [(p.info, p.bind_main_grad()) for p in self.params]
+
+    def _divide_grads(self, divisor: float) -> None:
+        if divisor != 1.0 and (grads := [grad for _, grad in self._main_grads()]):
+            torch._foreach_div_(grads, divisor)
+
+    # -- names under which projects reach the parts of an optimizer
+
+    @property
+    def optimizer(self) -> UpdateRule:
+        """The update rule, with ``param_groups`` and ``state`` as an optimizer of torch has."""
+        return self.rule
+
+    @property
+    def state(self) -> dict[nn.Parameter, State]:
+        """State of each main parameter; projects move its tensors to the host and back."""
+        return self.rule.state
+
+    @property
+    def chained_optimizers(self) -> list[MegatronOptimizer]:
+        """This optimizer, which updates dense and expert parameters of all model chunks."""
+        return [self]
+
+    def get_parameters(self) -> list[nn.Parameter]:
+        """Return the main parameters of this rank."""
+        return [p.main for p in self.params]
+
+    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
+        """Return the gradients that this rank counts in the norm."""
+        return [grad for info, grad in self._main_grads() if counts_here(info, self.groups)]
+
+    def get_grad_stats_parallel_group(self) -> ProcessGroup:
+        """Return the ranks over which norms and counts of dense parameters are summed."""
+        return self.groups.intra_dist_opt if self.is_sharded else self.groups.mp
+
     @property
     def is_checked(self) -> bool:
         """Whether a norm that is not finite is rejected, instead of skipping the step."""
@@ -195,13 +306,36 @@ class MegatronOptimizer:
                 if place is not None:
                     place.fetch(grad)
 
-    def reload_model_params(self) -> None:
-        """Copy model parameters to main parameters, after loading weights without their state."""
-        copy_main_to_model(self.params, backward=True)
+    @torch.no_grad()
+    def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
+        """Copy model parameters to main parameters, after loading weights without their state.
+
+        ``state_dict``: weights in higher precision, to be copied in place of the model's: the
+        model's state_dict, or "model" (of several chunks "model0", ...) -> the model's state_dict.
+        """
+        wider = {} if state_dict is None else self._weights_in(state_dict)
+        for p in self.params:
+            if p.model in wider:
+                p.main.copy_(p.values_in(wider[p.model]))
+        copy_main_to_model([p for p in self.params if p.model not in wider], backward=True)
         for p in self.params:
             main = self.rule.state_of(p.main).get("main")
             if isinstance(main, StateStorage):
-                main.write(p.model_values.float())
+                values = wider.get(p.model)
+                main.write((p.model_values if values is None else p.values_in(values)).float())
+
+    def _weights_in(self, state_dict: Mapping[str, Any]) -> dict[nn.Parameter, Tensor]:
+        """Return the entry of each trainable parameter of the model chunks."""
+        keys = ["model", "model0", "model_0"]
+        key = next((key for key in keys if key in state_dict), None)
+        found: dict[nn.Parameter, Tensor] = {}
+        for i, chunk in enumerate(self.model_chunks):
+            saved = state_dict if key is None else state_dict[key.replace("0", str(i))]
+            saved = {without_wrappers(name): value for name, value in saved.items()}
+            for name, param in chunk.named_parameters():
+                if param.requires_grad and local_part(param) is param:
+                    found[param] = saved[without_wrappers(name)]
+        return found
 
     def named_state(
         self, *, every_main: bool = False
@@ -343,6 +477,7 @@ class MegatronOptimizer:
 
         Autograd would accumulate into it in the next backward pass, without the wrapper's hook.
         """
+        self._grads = []
         for p in self.params:
             p.main.grad = None
         device.join_stream(self._copies)

@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.config import flag_messages
 from megatron.core.config.option import option
+from megatron.core.diagnostics.timers import Timers
 from megatron.core.registry import Registry
 
 # A value is a subclass of `UpdateRule`, which imports this module.
@@ -29,9 +30,13 @@ _precision = partial(option, group="mixed precision")
 _experimental = partial(option, group="experimental")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class OptimizerConfig:
-    """Configuration of the optimizer: update rule, hyperparameters, loss scale, precision."""
+    """Configuration of the optimizer: update rule, hyperparameters, loss scale, precision.
+
+    Projects derive dataclasses from it and assign to its fields before they build the optimizer.
+    Types of numbers are torch.dtype, or their names in `DTYPES` of `reduced_precision_state`.
+    """
 
     weight_decay: float = _regularization(
         0.01, "Decoupled weight decay coefficient, multiplied by the learning rate."
@@ -103,9 +108,10 @@ class OptimizerConfig:
         "Keep optimizer state in host memory and run the optimizer on the CPU; excludes Muon.",
     )
     optimizer_offload_fraction: float = _training(
-        1.0,
+        0.0,
         "Fraction of the optimizer state that --optimizer-cpu-offload keeps in host memory, "
         "0 to 1.",
+        default=1.0,
     )
     use_torch_optimizer_for_cpu_offload: bool = _training(
         False, "Use the PyTorch optimizer on the CPU.", ignored=flag_messages.ALWAYS_SO
@@ -124,7 +130,7 @@ class OptimizerConfig:
         "(page-locks) their host memory, so that copies overlap with computation.",
     )
     lr: float | None = _learning_rate(None, "Peak learning rate.")
-    min_lr: float = _learning_rate(0.0, "Minimum learning rate after warmup.")
+    min_lr: float | None = _learning_rate(None, "Minimum learning rate after warmup.", default=0.0)
     decoupled_lr: float | None = _learning_rate(
         None, "Peak learning rate of the word embeddings and the output layer."
     )
@@ -162,10 +168,11 @@ class OptimizerConfig:
         False, "Log the number of zeros in the gradient.", group="logging"
     )
     barrier_with_L1_time: bool = option(
-        True,
+        False,
         "Do not synchronize ranks before timers of level 1.",
         group="logging",
         flag="--no-barrier-with-level-1-timing",
+        default=True,
     )
     use_precision_aware_optimizer: bool = _experimental(
         False,
@@ -173,31 +180,50 @@ class OptimizerConfig:
         "remainder of main parameters, and the formats that --main-grads-dtype, "
         "--main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype set.",
     )
-    main_grads_dtype: str = _experimental(
-        "fp32",
+    main_grads_dtype: torch.dtype | str = _experimental(
+        torch.float32,
         "Data type of main gradients; bf16 needs --bf16 and --use-precision-aware-optimizer.",
+        default="fp32",
+        parse=str,
         choices=("fp32", "bf16"),
     )
-    main_params_dtype: str = _experimental(
-        "fp32",
+    main_params_dtype: torch.dtype | str = _experimental(
+        torch.float32,
         "Data type of main parameters; fp16 needs --use-precision-aware-optimizer and --bf16 "
         "or --fp16.",
+        default="fp32",
+        parse=str,
         choices=("fp32", "fp16"),
     )
-    exp_avg_dtype: str = _experimental(
-        "fp32",
+    exp_avg_dtype: torch.dtype | str = _experimental(
+        torch.float32,
         "Data type of the first moment; other than fp32 needs --use-precision-aware-optimizer.",
+        default="fp32",
+        parse=str,
         choices=("fp32", "fp16", "bf16", "fp8"),
     )
-    exp_avg_sq_dtype: str = _experimental(
-        "fp32",
+    exp_avg_sq_dtype: torch.dtype | str = _experimental(
+        torch.float32,
         "Data type of Adam's second moment; other than fp32 needs --use-precision-aware-optimizer.",
+        default="fp32",
+        parse=str,
         choices=("fp32", "fp16", "bf16", "fp8"),
     )
     # Megatron-LM's constructor arguments; they have no effect: the parameters' dtypes decide.
     fp16: bool = False
     bf16: bool = False
-    params_dtype: torch.dtype | None = None
+    params_dtype: torch.dtype = torch.float32
+    store_param_remainders: bool = True
+    fp8_recipe: str | None = None
+    overlap_param_gather: bool = False  # the data-parallel wrapper's configuration decides
+    use_megatron_fsdp: bool = False
+    config_logger_dir: str = ""
+    # Measures the parts of a step.
+    timers: Timers | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields.  Classes derived from this one call it when their fields are final."""
+        OPTIMIZERS.find(self.optimizer)
 
     @property
     def has_muon(self) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TypedDict
 
 from torch import nn
 
@@ -17,7 +20,51 @@ _HEADS = (
     "pooler",
     "classifier",
 )  # names of a model's attributes
+_EMBEDDING_OR_OUTPUT = "is_embedding_or_output_parameter"  # Megatron Core's attribute
 ParamCondition = Callable[[str, nn.Parameter], bool]
+
+
+class ParamGroupOverride(TypedDict, total=False):
+    """Hyperparameters of a group that replace the configuration's."""
+
+    max_lr: float
+    min_lr: float
+    wd_mult: float
+
+
+@dataclass(frozen=True)
+class ParamPredicate:
+    """A condition on a parameter; predicates with the same name are equal."""
+
+    name: str
+    fn: Callable[[nn.Parameter], bool] = field(compare=False)
+
+    def __call__(self, param: nn.Parameter) -> bool:
+        return self.fn(param)
+
+
+@dataclass(frozen=True)
+class ParamKey:
+    """Selects parameters: by a pattern of their name, a true attribute, or a predicate.
+
+    ``name`` may have the wildcards of `fnmatch`.  A parameter is selected if anything matches.
+    """
+
+    name: str | tuple[str, ...] = ()
+    attr: str | tuple[str, ...] = ()
+    predicate: ParamPredicate | tuple[ParamPredicate, ...] = ()
+
+    def matches(self, param: nn.Parameter, param_name: str) -> bool:
+        """Return whether the key selects the parameter."""
+        names = (self.name,) if isinstance(self.name, str) else self.name
+        attributes = (self.attr,) if isinstance(self.attr, str) else self.attr
+        predicates = self.predicate if isinstance(self.predicate, tuple) else (self.predicate,)
+        return (
+            any(fnmatchcase(param_name, pattern) for pattern in names)
+            or any(getattr(param, name, False) for name in attributes)
+            or (info_of(param).is_embedding_or_output and _EMBEDDING_OR_OUTPUT in attributes)
+            or any(predicate(param) for predicate in predicates)
+        )
 
 
 class ParamGroup(ScheduledGroup, total=False):
@@ -86,22 +133,34 @@ def make_param_groups(
     no_weight_decay_cond: ParamCondition | None = None,
     scale_lr_cond: ParamCondition | None = None,
     lr_mult: float = 1.0,
+    overrides: Mapping[ParamKey, ParamGroupOverride] | None = None,
 ) -> list[ParamGroup]:
     """Sort the trainable parameters of this rank into groups with equal hyperparameters.
 
     ``wd_mult`` and ``lr_mult`` of a group are the factors by which the scheduler multiplies weight
     decay and learning rate.  The argument ``lr_mult`` applies to parameters that ``scale_lr_cond``
-    selects.  The group of --decoupled-lr has its own ``max_lr`` and ``min_lr``.
+    selects.  The group of --decoupled-lr has its own ``max_lr`` and ``min_lr``.  ``overrides``
+    replace both conditions on weight decay and the decoupled learning rate; of several that select
+    a parameter, the last one wins.
     """
     is_free_of_decay = no_weight_decay_cond or no_weight_decay_on_vectors
+    local_names = {p: name for chunk in model_chunks for name, p in chunk.named_parameters()}
     groups: dict[tuple[object, ...], ParamGroup] = {}
     for name, param in trainable_parameters(model_chunks):
         info = info_of(param)
-        wd_mult = 0.0 if is_free_of_decay(name, param) else 1.0
+        own: ParamGroupOverride = {}
+        for key, override in (overrides or {}).items():
+            if key.matches(param, name) or key.matches(param, local_names[param]):
+                own |= override
+        if overrides is None and is_free_of_decay(name, param):
+            own = {"wd_mult": 0.0}
+        wd_mult = own.get("wd_mult", 1.0)
         own_lr_mult = lr_mult if scale_lr_cond is not None and scale_lr_cond(name, param) else 1.0
-        is_decoupled = config.decoupled_lr is not None and info.is_embedding_or_output
+        is_decoupled = (
+            config.decoupled_lr is not None and info.is_embedding_or_output and overrides is None
+        )
         # Without a scheduler the peak learning rate applies from the first step.
-        peak = (config.decoupled_lr if is_decoupled else config.lr) or 0.0
+        peak = own.get("max_lr", config.decoupled_lr if is_decoupled else config.lr) or 0.0
         group: ParamGroup = {
             "params": [],
             "wd_mult": wd_mult,
@@ -113,10 +172,10 @@ def make_param_groups(
         }
         if config.has_muon:
             group["is_matrix"] = is_matrix(name, param)
-        if is_decoupled:
-            floor = config.decoupled_min_lr
+        if is_decoupled or own.keys() & {"max_lr", "min_lr"}:
+            floor = own.get("min_lr", config.decoupled_min_lr if is_decoupled else None)
             group["max_lr"] = peak
-            group["min_lr"] = config.min_lr if floor is None else floor
+            group["min_lr"] = (config.min_lr or 0.0) if floor is None else floor
         _, *settings = group.values()
         groups.setdefault(tuple(settings), group)["params"].append(param)
     return list(groups.values())

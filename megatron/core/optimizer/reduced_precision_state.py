@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from math import prod
 from typing import cast
@@ -30,6 +31,15 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
 }
+
+
+def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
+    """Return the type of stored state that a field of OptimizerConfig names."""
+    if isinstance(dtype, str):
+        return DTYPES[dtype]
+    return torch.float8_e4m3fn if dtype == torch.uint8 else dtype  # Megatron Core's FP8
+
+
 _BLOCK = 128  # values that share an exponent
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10, torch.float8_e4m3fn: 3}
 # Exponent of a block's largest value after scaling: one below the format's largest exponent.
@@ -47,6 +57,15 @@ class StateStorage(ABC):
     def __init__(self, shape: torch.Size, tensors: Sequence[Tensor]) -> None:
         self.shape = shape
         self.tensors = tuple(tensors)
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> StateStorage:
+        """Return a storage on ``device`` with these values."""
+        moved = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(moved, name, value.to(device, non_blocking=non_blocking))
+        moved.tensors = tuple(v for v in vars(moved).values() if isinstance(v, Tensor))
+        return moved
 
     def read(self) -> Tensor:
         """Return all values, in fp32."""

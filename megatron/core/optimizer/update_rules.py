@@ -20,12 +20,12 @@ from megatron.core.fusions.adam_step import Moment, Step, Updated
 from megatron.core.optimizer.optimizer_config import OPTIMIZERS, OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.reduced_precision_state import (
-    DTYPES,
     QuantizedState,
     SideMaster,
     SplitMaster,
     StateChunk,
     StateStorage,
+    dtype_of,
     is_plain,
     stretches,
 )
@@ -82,12 +82,18 @@ class UpdateRule(ABC):
         """Return the state of ``param``, allocated at the first call."""
         if param not in self.state:
             self.state[param] = self.new_state(param)
-            if param.dtype is torch.bfloat16 and self.config.main_params_dtype == "fp32":
+            dtype = dtype_of(self.config.main_params_dtype)
+            if param.dtype is torch.bfloat16 and dtype == torch.float32:
                 self.state[param]["main"] = SplitMaster(param.detach())
             elif param.dtype in (torch.bfloat16, torch.float16):
-                dtype = DTYPES[self.config.main_params_dtype]
                 self.state[param]["main"] = SideMaster(param.detach(), dtype)
         return self.state[param]
+
+    def _move_new_state_to_right_device(self) -> None:
+        """Move the state to the devices of the parameters: projects call it after offloading."""
+        for param, state in self.state.items():
+            for name, value in state.items():
+                state[name] = value.to(param.device)
 
     @property
     def steps_done(self) -> float:
@@ -303,10 +309,12 @@ class Lion(UpdateRule):
         torch._foreach_lerp_(means, grads, 1.0 - beta2)
 
 
-def _zeros(param: Tensor, dtype: str = "fp32", *, is_square: bool = False) -> Tensor | StateStorage:
+def _zeros(
+    param: Tensor, dtype: torch.dtype | str = torch.float32, *, is_square: bool = False
+) -> Tensor | StateStorage:
     """Return state of zeros like ``param``: fp32 or wider, or quantized to ``dtype``."""
-    if dtype != "fp32":
-        return QuantizedState(param, DTYPES[dtype], is_square=is_square)
+    if (stored := dtype_of(dtype)) != torch.float32:
+        return QuantizedState(param, stored, is_square=is_square)
     return torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
 
 

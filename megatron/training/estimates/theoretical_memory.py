@@ -13,6 +13,7 @@ import torch
 
 from megatron.core import device
 from megatron.core.optimizer.mixed_precision import stores_remainders
+from megatron.core.optimizer.reduced_precision_state import dtype_of
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.parameters import (
     adapter_parameters,
@@ -24,7 +25,6 @@ from megatron.training.estimates.parameters import (
 from megatron.training.models.registry import model_kind_of
 
 _MIB = 2**20
-_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _BYTES_STORED = {"fp8": 1, "int8": 1, "nvfp4": 0.5625}  # of --lora-base-dtype, scales included
 
 
@@ -79,10 +79,10 @@ def weight_and_optimizer_bytes(config: RunConfig, padded_vocab_size: int) -> flo
     o = config.optimizer
     dtype = torch.bfloat16 if config.model.bf16 else torch.float16
     main = 2 if stores_remainders(o, torch.empty(0, dtype=dtype, device=device.current())) else 4
-    state = main + _BYTES[o.exp_avg_dtype] + _BYTES[o.exp_avg_sq_dtype]
+    state = main + dtype_of(o.exp_avg_dtype).itemsize + dtype_of(o.exp_avg_sq_dtype).itemsize
     shares = config.data_parallel_size if o.use_distributed_optimizer else 1
     count = count_parameters(config, padded_vocab_size)
-    per_trained = _BYTES[o.main_grads_dtype] + state / shares
+    per_trained = dtype_of(o.main_grads_dtype).itemsize + state / shares
     frozen = count.most_loaded_shard - count.trained_of_shard
     per_frozen = _BYTES_STORED.get(config.adapters.lora_base_dtype or "", 2)
     return per_frozen * frozen + (2 + per_trained) * count.trained_of_shard

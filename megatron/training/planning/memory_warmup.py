@@ -51,7 +51,7 @@ def rehearse(run: TrainingRun) -> None:
     needed = _ROUNDS * max(stages, model.microbatch_group_size_per_vp_stage or 1)
     count = min(run.batches.num_microbatches_at_full_size(), needed)
     random_state = rng_state()
-    buffers = [(b, b.clone()) for chunk in run.model_chunks for b in chunk.buffers()]
+    buffers = [(b, b.clone()) for chunk in run.model_chunks for _, b in chunk.named_buffers()]
     run.data.train, data = _first_microbatch_again(run.data.train)
     for chunk in run.model_chunks:
         chunk.zero_grad_buffer()

@@ -195,7 +195,7 @@ def _owned(run: RunContext) -> Iterator[tuple[str, str, Tensor]]:
         for tensor in stored_tensors(chunk):
             yield "parameters", f"frozen weights in {tensor.dtype}", tensor
         for buffer in getattr(chunk, "grad_buffers", {}).values():
-            yield GRADIENTS, f"buffers in {buffer.data.dtype}", buffer.data
+            yield GRADIENTS, f"buffers in {buffer.grad_data.dtype}", buffer.grad_data
     for name, param in _named_parameters(chunks):
         if param.grad is not None:
             yield GRADIENTS, _pattern(name), param.grad

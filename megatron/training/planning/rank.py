@@ -382,7 +382,7 @@ def _frozen(run: _PlannedRank) -> Iterator[Tensor]:
 def _buffers(run: _PlannedRank) -> list[Tensor]:
     """Return the gradient buffers."""
     return [
-        buffer.data
+        buffer.grad_data
         for chunk in run.model_chunks
         for buffer in getattr(chunk, "grad_buffers", {}).values()
     ]

@@ -20,7 +20,7 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from tests.support import tolerances
 from tests.unit.optimizer.test_optimizer import Run
 
-OFFLOAD = {"optimizer_cpu_offload": True, "clip_grad": 0.1}
+OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "clip_grad": 0.1}
 KINDS: list[dict[str, Any]] = [
     {},
     {"optimizer": "sgd", "optimizer_offload_fraction": 0.5},

@@ -171,7 +171,7 @@ def main_gradients(
         closed = {n for n, p in model.named_parameters() if not adds_to_main_grad(p)}
         for buffer in wrapper.grad_buffers.values():  # the last step's numbers count for nothing
             if wrapper.buckets[0].slots[0].is_stale:
-                buffer.data.fill_(float("nan"))
+                buffer.grad_data.fill_(float("nan"))
         for seed in (3, 4):
             with nullcontext() if queue is None else queue.collecting():
                 loss_of(model, seed).backward()

@@ -1,0 +1,251 @@
+"""Megatron Core's optimizer classes that have another form here.
+
+One `MegatronOptimizer` updates dense and expert parameters of all model chunks, on the device and
+on the host.  Programs that train several models chain one optimizer for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.param_groups import ParamGroupOverride, ParamKey, ParamPredicate
+from megatron.core.optimizer.update_rules import UpdateRule
+from megatron.core.parallel.default_groups import library_call
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+
+# Keys by which saved parameter groups are matched with those of this run.
+param_group_identifier_keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+
+
+class ProxyDict:
+    """Entries of several dictionaries, by (index of the dictionary, key)."""
+
+    def __init__(self, inner_dicts: Sequence[dict[Any, Any]]) -> None:
+        self._inner_dicts = inner_dicts
+
+    def __getitem__(self, key: tuple[int, Any]) -> Any:
+        return self._inner_dicts[key[0]].get(key[1])
+
+    def __setitem__(self, key: tuple[int, Any], value: Any) -> None:
+        self._inner_dicts[key[0]][key[1]] = value
+
+    def __len__(self) -> int:
+        return sum(map(len, self._inner_dicts))
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return (key for key, _ in self.items())
+
+    def items(self) -> Iterator[tuple[tuple[int, Any], Any]]:
+        """Yield each key with its value."""
+        for index, inner in enumerate(self._inner_dicts):
+            yield from (((index, key), value) for key, value in inner.items())
+
+
+class ChainedOptimizer(MegatronOptimizer):
+    """Optimizers of different parameters that step together.
+
+    A step is skipped by all of them or by none, and clips by the norm over all gradients.
+    """
+
+    def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
+        self._chained = list(chained_optimizers)
+        if self._chained:
+            self.config = self._chained[0].config
+        self.is_stub_optimizer = not self._chained
+        chunks = [chunk for each in self._chained for chunk in each.model_chunks]
+        self.model_chunks = list(dict.fromkeys(chunks))
+
+    @property
+    def chained_optimizers(self) -> list[MegatronOptimizer]:
+        """The optimizers, in the order in which they update."""
+        return self._chained
+
+    @property
+    def optimizer(self) -> UpdateRule:
+        """The update rule of the only optimizer.  Raises AssertionError if there are several."""
+        assert len(self._chained) == 1, (
+            f"a chain of {len(self._chained)} optimizers has no single one: use chained_optimizers"
+        )
+        return self._chained[0].optimizer
+
+    @property
+    def param_groups(self) -> list[Any]:
+        """Groups of main parameters of all optimizers."""
+        return [group for each in self._chained for group in each.param_groups]
+
+    @property
+    def state(self) -> Any:
+        """State by (index of the optimizer, main parameter)."""
+        return ProxyDict([each.state for each in self._chained])
+
+    def get_parameters(self) -> list[nn.Parameter]:
+        """Return the main parameters of this rank."""
+        return [param for each in self._chained for param in each.get_parameters()]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all optimizers."""
+        for each in self._chained:
+            each.zero_grad(set_to_none)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss times the loss scale."""
+        return self._chained[0].scale_loss(loss) if self._chained else loss
+
+    def get_loss_scale(self) -> Tensor:
+        """Return the loss scale of the first optimizer."""
+        return self._chained[0].get_loss_scale() if self._chained else torch.tensor(1.0)
+
+    def prepare_grads(self) -> bool:
+        """Prepare the gradients of every optimizer; return whether to skip the step."""
+        return any([each.prepare_grads() for each in self._chained])
+
+    def get_grad_norm(self) -> float:
+        """Return the norm over the gradients of all optimizers."""
+        return math.sqrt(sum(each.get_grad_norm() ** 2 for each in self._chained))
+
+    def clip_by_norm(self, clip_grad: float, norm: float) -> None:
+        """Scale all gradients in place as those of a model whose gradients have this norm."""
+        for each in self._chained:
+            each.clip_by_norm(clip_grad, norm)
+
+    def count_zeros(self) -> int:
+        """Count the zeros in the gradients of all optimizers."""
+        return sum(each.count_zeros() for each in self._chained)
+
+    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
+        """Return the gradients that this rank counts in the norm."""
+        return [grad for each in self._chained for grad in each.get_main_grads_for_grad_norm()]
+
+    def grads_states_parallel_group_is_shared(self) -> bool:
+        """Return whether all optimizers sum norms over the same ranks."""
+        groups = {id(each.get_grad_stats_parallel_group()) for each in self._chained}
+        return len(groups) == 1
+
+    def get_grad_stats_parallel_group(self) -> ProcessGroup:
+        """Return the ranks over which norms are summed.  Raises AssertionError if they differ."""
+        assert self.grads_states_parallel_group_is_shared(), "the optimizers have other groups"
+        return self._chained[0].get_grad_stats_parallel_group()
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients that `prepare_grads` has bound."""
+        for each in self._chained:
+            each.drop_gradients()
+
+    def step_with_ready_grads(self) -> bool:
+        """Update the parameters of all optimizers; return whether all did."""
+        return all([each.step_with_ready_grads() for each in self._chained])
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Update the parameters; return (whether updated, gradient norm, number of zeros)."""
+        if self.prepare_grads():
+            self.drop_gradients()
+            return False, None, None
+        norm = self.get_grad_norm()
+        for each in self._chained:
+            each.clip_by_norm(each.config.clip_grad, norm)
+        counts = bool(self._chained) and self.config.log_num_zeros_in_grad
+        num_zeros = self.count_zeros() if counts else None
+        return self.step_with_ready_grads(), norm, num_zeros
+
+    def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
+        """Copy model parameters to main parameters; see `MegatronOptimizer`."""
+        if state_dict is not None and len(self._chained) > 1:
+            raise ConfigError(
+                "reload_model_params(state_dict=...): call it on each of chained_optimizers, with "
+                "the state_dict of its model chunks"
+            )
+        for each in self._chained:
+            each.reload_model_params(state_dict)
+
+    def state_dict(self) -> Any:
+        """Return the state of the only optimizer, or a list of the states of several."""
+        states = [each.state_dict() for each in self._chained]
+        return states[0] if len(states) == 1 else states
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restore the result of `state_dict`, or a dictionary index -> state."""
+        if len(self._chained) == 1:
+            state_dict = [state_dict]
+        elif isinstance(state_dict, Mapping):
+            state_dict = [state for _, state in sorted(state_dict.items())]
+        if len(state_dict) != len(self._chained):
+            raise CheckpointError(
+                f"the checkpoint has the state of {len(state_dict)} optimizers, this run has "
+                f"{len(self._chained)}"
+            )
+        for each, state in zip(self._chained, state_dict, strict=True):
+            each.load_state_dict(state)
+
+
+@library_call(
+    "config model_chunks no_weight_decay_cond scale_lr_cond lr_mult use_gloo_process_groups "
+    "layer_wise_distributed_optimizer",
+    unused="use_gloo_process_groups layer_wise_distributed_optimizer dump_param_to_param_group_map",
+)
+def get_megatron_muon_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    no_weight_decay_cond: Any = None,
+    scale_lr_cond: Any = None,
+    lr_mult: float = 1.0,
+    *,
+    config_overrides: Mapping[ParamKey, ParamGroupOverride] | None = None,
+    pg_collection: ProcessGroupCollection,
+) -> MegatronOptimizer:
+    """Build the optimizer with Muon for matrices; ``config.optimizer`` is muon or dist_muon."""
+    return get_megatron_optimizer(
+        config,
+        model_chunks,
+        no_weight_decay_cond,
+        scale_lr_cond,
+        lr_mult,
+        config_overrides=config_overrides,
+        pg_collection=pg_collection,
+    )
+
+
+def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """Return the overrides that stand for the defaults of `get_megatron_optimizer`."""
+    is_vector = ParamPredicate("is_vector", lambda param: param.dim() == 1)
+    found: dict[ParamKey, ParamGroupOverride] = {
+        ParamKey(name="*.bias", predicate=is_vector): {"wd_mult": 0.0}
+    }
+    if config.decoupled_lr is not None:
+        decoupled: ParamGroupOverride = {"max_lr": config.decoupled_lr}
+        if config.decoupled_min_lr is not None:
+            decoupled["min_lr"] = config.decoupled_min_lr
+        found[ParamKey(attr="is_embedding_or_output_parameter")] = decoupled
+    return found
+
+
+class HybridDeviceOptimizer:
+    """Megatron Core's optimizer over GPU and CPU; here a setting of every optimizer."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise ConfigError(
+            "HybridDeviceOptimizer(...): use get_megatron_optimizer with OptimizerConfig("
+            "optimizer_cpu_offload=True, optimizer_offload_fraction=...)"
+        )
+
+
+class LayerWiseDistributedOptimizer:
+    """Later versions' optimizer that gives each rank complete layers; here Muon needs none."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise ConfigError(
+            "LayerWiseDistributedOptimizer(...): use get_megatron_optimizer with OptimizerConfig("
+            "optimizer='muon', use_distributed_optimizer=True), which shards the state of matrices"
+        )
+
+
+def clip_qk(model: object, *_: object) -> float:
+    """Refuse to clip query and key weights by their largest logits: no layer records these."""
+    raise ConfigError("clip_qk(): QK clipping is not available; use qk_layernorm=True instead")

@@ -1,0 +1,64 @@
+"""Data parallelism as projects use it: groups of `parallel_state`, hooks switched on and off."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.support import tolerances
+from tests.support.one_rank_training import ModelConfig, TinyModel, mean_loss, token_batch
+from tests.support.ranks import run_ranks
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 100}
+
+
+def _train(rank: int, world_size: int, sharded: bool, ddp: dict) -> dict[str, Tensor]:
+    parallel_state.initialize_model_parallel()
+    config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, **ddp)
+    wrapper = DistributedDataParallel(ModelConfig(), config, TinyModel())
+    settings = OptimizerConfig(lr=0.01, weight_decay=0.1, use_distributed_optimizer=sharded)
+    optimizer = get_megatron_optimizer(settings, [wrapper])
+    for seed in range(4):
+        wrapper.zero_grad_buffer()
+        optimizer.zero_grad()
+        if config.overlap_param_gather and seed == 1:
+            wrapper.disable_forward_pre_hook()
+            assert not wrapper.remove_forward_pre_hook_handles
+        if config.overlap_param_gather and seed == 2:
+            wrapper.enable_forward_pre_hook()
+        # A call between the update and the forward pass changes nothing, whatever is in progress.
+        wrapper.start_param_sync(force_sync=seed == 3)
+        mean_loss(wrapper, token_batch(4, seed).chunk(world_size)[rank]).backward()
+        finalize_model_grads([wrapper])
+        optimizer.step()
+    return {name: value.clone() for name, value in wrapper.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("sharded", "ddp"), [(False, {}), (True, {}), (True, OVERLAP)], ids=["plain", "ZeRO", "overlap"]
+)
+def test_two_ranks_without_groups_train_as_adamw_on_the_whole_batch(sharded: bool, ddp: dict):
+    expected = copy.deepcopy(TinyModel())
+    groups = [
+        {"params": [p for p in expected.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in expected.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=0.01)
+    for seed in range(4):
+        reference.zero_grad()
+        mean_loss(expected, token_batch(4, seed)).backward()
+        torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+        reference.step()
+    for weights in run_ranks(_train, 2, sharded, ddp):
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(weights[name], value, **tolerances.DTYPE[torch.float32])
