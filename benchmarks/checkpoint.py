@@ -38,8 +38,8 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.background import BackgroundSave, HostBuffer
 from megatron.core.dist_checkpointing.formats import Contents
 from megatron.core.dist_checkpointing.local import Replication, save_local
-from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
 from megatron.core.dist_checkpointing.reader import CheckpointReader, StoredPiece
+from megatron.core.dist_checkpointing.records import Piece, TensorRecord
 from megatron.core.dist_checkpointing.safetensors_file import bytes_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,10 +126,10 @@ class Contest:
             STALLS: {"ours": self.start_ours, "dcp": self.start_dcp},
         }
 
-    def tensors(self, values: dict[str, Tensor]) -> list[ShardedTensor]:
+    def tensors(self, values: dict[str, Tensor]) -> list[TensorRecord]:
         """Return this rank's rows as arguments of our functions."""
         return [
-            ShardedTensor(
+            TensorRecord(
                 key=name,
                 global_shape=self.shapes[name],
                 dtype=value.dtype,

@@ -32,7 +32,7 @@ from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.config.option import dest_of, options_of
 from megatron.core.config.value_types import Arguments
 from megatron.core.dist_checkpointing.formats import format_of
-from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
+from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.serialization import load
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.parallel.collectives import all_or_none

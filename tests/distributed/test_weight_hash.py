@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.config.errors import MegatronError
 from megatron.core.dist_checkpointing import hashing
-from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor, from_param
+from megatron.core.dist_checkpointing.records import Piece, TensorRecord, from_param
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import ParamInfo
 from megatron.training.process import exit_report
@@ -22,11 +22,11 @@ from tests.support.tiny_run import advance, make_parts
 HASH = re.compile(r" params hash at iteration +(\d+): ([0-9a-f]{16})$")
 
 
-def whole(key: str, values: torch.Tensor) -> ShardedTensor:
+def whole(key: str, values: torch.Tensor) -> TensorRecord:
     return from_param(key, ParamInfo(global_shape=tuple(values.shape)), values)
 
 
-def number(tensor: ShardedTensor) -> int:
+def number(tensor: TensorRecord) -> int:
     return int(hashing.hash_here(tensor))
 
 
@@ -56,7 +56,7 @@ def test_shares_add_up_whatever_the_cut(monkeypatch):
     monkeypatch.setattr(hashing, "_BLOCK", 8)
     boxes = [((0, 0), values[:4, :2]), ((0, 2), values[:4, 2:]), ((4, 0), values[4:])]
     shares = [
-        ShardedTensor(key="a", global_shape=(7, 5), dtype=values.dtype, pieces=(Piece(o, box),))
+        TensorRecord(key="a", global_shape=(7, 5), dtype=values.dtype, pieces=(Piece(o, box),))
         for o, box in boxes
     ]
     assert sum(number(share) for share in shares) % 2**64 == expected

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.formats import open_reader
-from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, ShardedTensor
+from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX, TensorRecord
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training.checkpointing.checkpoint_tensors import model_tensors, optimizer_tensors
 from megatron.training.step import train_step as steps
@@ -194,7 +194,7 @@ def _state(run: Any) -> Parts:
     return [_whole(record) for record in tensors]
 
 
-def _whole(record: ShardedTensor) -> tuple[str, Tensor]:
+def _whole(record: TensorRecord) -> tuple[str, Tensor]:
     """The global tensor, with NaN where this rank does not hold it."""
     whole = torch.full(record.global_shape, torch.nan, dtype=record.dtype)
     for piece in record.pieces:

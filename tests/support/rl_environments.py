@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.mapping import Piece
+from megatron.core.dist_checkpointing.records import Piece
 from megatron.post_training.rl.environment import Environment, Prompt
 from megatron.post_training.rl.trainer import RolloutTraining
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors

@@ -16,8 +16,8 @@ from megatron.core.dist_checkpointing.formats import (
     write_common_files,
     write_rank_files,
 )
-from megatron.core.dist_checkpointing.mapping import Replica, ShardedTensor, from_param
 from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.dist_checkpointing.records import Replica, TensorRecord, from_param
 from megatron.core.params.param_info import ParamInfo
 
 # name -> (global shape, dimension that tensor parallelism cuts, blocks, rows with padding)
@@ -76,7 +76,7 @@ def shares(whole: Mapping[str, Tensor], tp: int, rank: int) -> dict[str, Tensor]
     return out
 
 
-def records(local: Mapping[str, Tensor], tp: int, rank: int) -> list[ShardedTensor]:
+def records(local: Mapping[str, Tensor], tp: int, rank: int) -> list[TensorRecord]:
     """Records of one tensor-parallel rank, each value with one writer."""
     out = []
     for name, tensor in local.items():
@@ -86,7 +86,7 @@ def records(local: Mapping[str, Tensor], tp: int, rank: int) -> list[ShardedTens
     return out
 
 
-def publish_ranks(root: Path, iteration: int, ranks: Sequence[Sequence[ShardedTensor]]) -> Path:
+def publish_ranks(root: Path, iteration: int, ranks: Sequence[Sequence[TensorRecord]]) -> Path:
     """Save what several ranks hold, one after the other in this process."""
     attempt = commit.claim(root)
     pending = commit.create_folder(root, iteration, 0, attempt)

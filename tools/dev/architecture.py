@@ -87,7 +87,7 @@ Everything else, from the log line to the checkpoint, is a callback.
 ## A save
 
 A callback saves after a step (`CheckpointCallback`). Each rank lists the tensors that it holds as
-records (`ShardedTensor`): name, global shape, and pieces with offset and values. Of values that
+records (`TensorRecord`): name, global shape, and pieces with offset and values. Of values that
 several ranks hold, one rank writes each. Random states are saved per rank; counters, scheduler
 and arguments once. Rank 0 creates a folder with a temporary name, every rank writes its files
 into it, and rank 0 completes it with a manifest, renames it and replaces the tracker file, in

@@ -37,10 +37,10 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.value_types import JsonObject, Nested
-from megatron.core.dist_checkpointing.mapping import (
+from megatron.core.dist_checkpointing.records import (
     Piece,
-    ShardedTensor,
-    ShardedTensors,
+    TensorRecord,
+    TensorRecords,
 )
 from megatron.core.dist_checkpointing.serialization import (
     PendingSave,
@@ -249,7 +249,7 @@ class HostBuffer:
 
 
 @torch.no_grad()
-def copy_out(tensors: ShardedTensors, buffer: HostBuffer) -> list[ShardedTensor]:
+def copy_out(tensors: TensorRecords, buffer: HostBuffer) -> list[TensorRecord]:
     """Return the same records with copies in ``buffer``, in the dtype of the file.
 
     Blocks until the copies are complete.

@@ -41,13 +41,13 @@ from megatron.core.dist_checkpointing.manifest import (
     read_json,
     write_json,
 )
-from megatron.core.dist_checkpointing.mapping import (
+from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.dist_checkpointing.records import (
     LazyPiece,
     Piece,
-    ShardedTensor,
-    ShardedTensors,
+    TensorRecord,
+    TensorRecords,
 )
-from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.safetensors_file import (
     BLOCK_BYTES,
     DTYPE_NAMES,
@@ -89,7 +89,7 @@ class Contents:
     ``write_config(path)`` writes the resolved configuration to ``path``.
     """
 
-    tensors: ShardedTensors
+    tensors: TensorRecords
     rank_state: JsonObject | None = None
     common: Common = field(default_factory=dict)
     layout: Layout = field(default_factory=dict)
@@ -102,7 +102,7 @@ class RankSave:
 
     folder: Path
     rank: int
-    tensors: ShardedTensors
+    tensors: TensorRecords
     contents: Contents
     iteration: int
     attempt: str
@@ -170,7 +170,7 @@ def write_rank_files(rank_save: RankSave) -> RankReport:
     return report
 
 
-def _values(tensor: ShardedTensor, piece: Piece | LazyPiece) -> Tensor:
+def _values(tensor: TensorRecord, piece: Piece | LazyPiece) -> Tensor:
     """Return the values of ``piece`` in the dtype of the file."""
     return piece.data.to(tensor.dtype)
 
@@ -227,6 +227,7 @@ def check_written_once(key: str, entry: TensorEntry) -> None:
         raise CheckpointError(f"{key}: {wanted - written} of its {wanted} elements have no writer")
 
 
+LIBRARY = "library"  # in the layout of a sharded state dict that `state_dict_api` saved
 _HERE = "megatron.core.dist_checkpointing"
 FORMATS: Registry[Format] = Registry(
     "--ckpt-format",
@@ -245,6 +246,7 @@ _READERS: Registry[type[CheckpointReader]] = Registry(
         "torch_dist": f"{_HERE}.megatron_formats.torch_dist:TorchDistReader",
         "torch": f"{_HERE}.megatron_formats.torch_legacy:TorchLegacyReader",
         "torch_dcp": f"{_HERE}.megatron_formats.torch_dist:TorchDcpReader",
+        LIBRARY: f"{_HERE}.megatron_formats.library:LibraryFiles",
     },
 )
 
@@ -283,4 +285,5 @@ def open_reader(folder: str | Path) -> CheckpointReader:
         raise CheckpointError(
             f"{folder} is a checkpoint of format {found}; supported formats: {', '.join(_READERS)}"
         )
-    return _READERS[found](folder)
+    reader = _READERS[found](folder)
+    return _READERS[LIBRARY](folder) if reader.manifest.layout.get(LIBRARY) else reader

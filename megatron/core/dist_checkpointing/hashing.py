@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.value_types import Shape
-from megatron.core.dist_checkpointing.mapping import LazyPiece, Piece, ShardedTensor
+from megatron.core.dist_checkpointing.records import LazyPiece, Piece, TensorRecord
 
 # Odd 64-bit constants, written as signed integers because torch.int64 is signed.
 _OF_VALUE = -0x61C8864680B583EB
@@ -28,7 +28,7 @@ _BLOCK = 1 << 20  # elements per chunk; each needs 8 bytes of temporary memory
 
 
 @torch.no_grad()
-def hash_here(tensor: ShardedTensor) -> Tensor:
+def hash_here(tensor: TensorRecord) -> Tensor:
     """Hash this rank's part of ``tensor``; return an int64 scalar on the device of the run."""
     key = zlib.crc32(tensor.key.encode()) << 32
     total = torch.zeros((), dtype=torch.int64, device=device.current())
@@ -38,7 +38,7 @@ def hash_here(tensor: ShardedTensor) -> Tensor:
     return total
 
 
-def hash_of_all(tensors: Iterable[ShardedTensor], group: ProcessGroup) -> int:
+def hash_of_all(tensors: Iterable[TensorRecord], group: ProcessGroup) -> int:
     """Hash tensors from the parts on all ranks; return an int below 2**64.
 
     Collective over ``group``: an all-reduce of the sums.  ``tensors`` are those that this rank

@@ -52,16 +52,16 @@ from megatron.core.dist_checkpointing.manifest import (
     fsync_folder,
     read_manifest,
 )
-from megatron.core.dist_checkpointing.mapping import (
+from megatron.core.dist_checkpointing.reader import CheckpointReader, StoredBox
+from megatron.core.dist_checkpointing.records import (
     LazyPiece,
     Piece,
     Replica,
-    ShardedTensor,
-    ShardedTensors,
+    TensorRecord,
+    TensorRecords,
     to_write,
     weights_then_state,
 )
-from megatron.core.dist_checkpointing.reader import CheckpointReader, StoredBox
 from megatron.core.dist_checkpointing.safetensors_file import bytes_of, dtype_name, piece_name
 from megatron.core.dist_checkpointing.serialization import (
     REPORTED,
@@ -303,10 +303,10 @@ def _is_name(value: object) -> bool:
 
 
 _Offered = Mapping[str, tuple[CheckpointReader, str, StoredBox]]  # by name of the box
-_Wanted = Mapping[str, tuple[ShardedTensor, Piece | LazyPiece]]
+_Wanted = Mapping[str, tuple[TensorRecord, Piece | LazyPiece]]
 
 
-def load_local(found: LocalSet, tensors: ShardedTensors, group: ProcessGroup) -> JsonObject | None:
+def load_local(found: LocalSet, tensors: TensorRecords, group: ProcessGroup) -> JsonObject | None:
     """Fill the views of ``tensors``; return this rank's own state.
 
     Collective.  Raises CheckpointError on every rank alike.

@@ -96,7 +96,7 @@ class Manifest:
 # An index entry: ``shape``, ``dtype`` (the format's name for it), and ``pieces``, the boxes.  A
 # piece has ``file``, ``start`` and ``num_bytes``, its ``offset`` and ``shape``, ``crc32`` of each
 # block.  In torch_dist also ``cut`` ([sharded dimension, number of shards] or None) and
-# ``num_stacked`` (leading layer and expert dimensions).
+# ``num_stacked`` (leading layer and expert dimensions) and ``counts`` (their sizes, if known).
 TensorEntry = JsonObject
 TensorEntries = dict[str, TensorEntry]
 

@@ -1,112 +1,105 @@
-"""Layout-independent records of the tensors that a rank saves or loads.
+"""Entries of sharded state dicts, with Megatron Core's classes.
 
-A tensor of the model or the optimizer has a key and a global shape that do not depend on the
-parallel layout.  A rank holds boxes of it: a box is an offset in the global tensor and a view of
-the rank's memory.  The same records serve both directions: a save reads the views, a load fills
-them.  Nothing in this module communicates.  Entries of sharded state dicts have
-Megatron-LM's constructors.
+A sharded state dict is a tree of dicts and lists.  `ShardedTensor` is what this rank holds of a
+tensor, `ShardedObject` of a value that differs between ranks; `ShardedTensorFactory` makes several
+entries of one tensor.  User code builds, changes and copies them; `ShardedTensor.record` returns
+what a save writes and a load fills.  Nothing in this module communicates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.config.value_types import Nested, Shape
-from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.params.param_info import ParamInfo
+from megatron.core.config.value_types import Nested, Shape, StateDict
+from megatron.core.dist_checkpointing.records import Piece, Replica, TensorRecord
+from megatron.core.params.param_info import flat_boxes
 
-# Megatron-LM exports these names from this module.
-__all__ = ["LocalNonpersistentObject", "ShardedObject", "ShardedTensorFactory", "is_main_replica"]
-
-OPTIMIZER_PREFIX = "optimizer."  # key prefix of optimizer state
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A box of a tensor: ``data`` is a view whose first element has the global index ``offset``."""
-
-    offset: Shape
-    data: Tensor
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of the box, the same in local and in global coordinates."""
-        return tuple(self.data.shape)
-
-    def fill(self, read: Callable[[Tensor], object]) -> None:
-        """Call ``read(view)``, which writes the values in place."""
-        read(self.data)
+ReplicaId = int | Shape
+ShardedStateDict = dict[str, Any]  # nested, with entries of this module
+CommonStateDict = StateDict
 
 
-@dataclass(frozen=True, eq=False)
-class LazyPiece:
-    """A box whose values ``make`` computes when they are written, to save memory.
+class ShardedBase(ABC):
+    """Base class of entries; ``data`` may be None where only the description matters."""
 
-    ``put`` stores values that were read; None if the box cannot be loaded.
-    """
+    key: str
+    data: object
+    replica_id: ReplicaId
 
-    offset: Shape
-    shape: Shape
-    make: Callable[[], Tensor]
-    put: Callable[[Tensor], None] | None = None
+    @abstractmethod
+    def validate_metadata_integrity(self) -> None:
+        """Raise CheckpointError if the fields contradict each other."""
 
-    @property
-    def data(self) -> Tensor:
-        """The values, computed at each access."""
-        return self.make()
-
-    def fill(self, read: Callable[[Tensor], object]) -> None:
-        """Call ``read(buffer)``, which writes the values, and store them with ``put``."""
-        assert self.put is not None, "a box of a file that is converted is not loaded"
-        values = self.data
-        read(values)
-        self.put(values)
+    @abstractmethod
+    def without_data(self) -> ShardedBase:
+        """Return a copy whose ``data`` is None."""
 
 
-@dataclass(frozen=True)
-class Replica:
-    """This rank's index among the ranks that hold the same pieces.
+@dataclass
+class ShardedTensor(ShardedBase):
+    """The part ``data`` of a tensor of ``global_shape``: a box, or a range of a flattened box.
 
-    ``among`` names the group.  Records with equal ``among`` and ``count`` come in the same order on
-    all its ranks, so that each rank computes the same assignment without communication.
-    """
-
-    index: int = 0
-    count: int = 1
-    among: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ShardedTensor:
-    """This rank's part of one tensor.  ``replica`` is None if another rank always writes it.
-
-    ``dtype`` is that of the file; the pieces may have another one in memory.  ``sharding``:
-    sharded dimension and number of shards; ``is_flat``: the rank holds a range of such a shard,
-    flattened; ``is_constant``: it is not trained; ``is_buffer``: a forward pass may change it, not
-    only the optimizer step.
+    The box has ``local_shape`` and begins at ``global_offset``; its axes follow
+    ``prepend_axis_num`` axes of size 1, along which layers or experts are stacked.  All ranks
+    together split axis i into ``axis_fragmentations[i]`` boxes.  With ``flattened_range``, ``data``
+    has these elements of the flattened box.  ``allow_shape_mismatch``: the stored shape may differ
+    (vocabulary padding).  Only the main replica is saved: ``replica_id`` is 0 or all zeros.
     """
 
     key: str
-    global_shape: Shape
+    data: Tensor | None = field(repr=False)
     dtype: torch.dtype
-    pieces: tuple[Piece | LazyPiece, ...]
-    replica: Replica | None = Replica()
-    sharding: tuple[int, int] = (0, 1)
-    is_flat: bool = False
-    is_constant: bool = False
-    is_buffer: bool = False
-    padded_rows: int = 0  # of the first dimension, with this run's vocabulary padding; 0: no rows
-    data: Tensor | None = None  # this rank's complete shard, for sharded state dicts
-    replica_id: ReplicaId = 0  # Megatron-LM's number of this replica
+    local_shape: Shape
+    global_shape: Shape
+    global_offset: Shape
+    axis_fragmentations: Shape | None
+    replica_id: ReplicaId = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: slice | None = None
+
+    def __post_init__(self) -> None:
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise CheckpointError if the fields contradict each other."""
+        part, lead = self.flattened_range, self.prepend_axis_num
+        own = self.global_offset[lead:]
+        if len(self.global_shape) != len(self.global_offset):
+            problem = "global_shape and global_offset have different lengths"
+        elif len(self.local_shape) + lead != len(self.global_shape):
+            problem = "local_shape and prepend_axis_num do not make up the axes of global_shape"
+        elif any(n and at % n for at, n in zip(own, self.local_shape, strict=True)):
+            problem = "global_offset is not a multiple of local_shape"
+        elif part is not None and part.step is not None:
+            problem = "flattened_range has a step"
+        elif self.data is None:
+            return
+        elif self.data.dtype != self.dtype:
+            problem = f"data has dtype {self.data.dtype}"
+        elif self.data.shape != self._data_shape():
+            problem = f"data has shape {list(self.data.shape)}, not {list(self._data_shape())}"
+        else:
+            return
+        raise CheckpointError(f"{self.key}: {problem}: {self}")
+
+    def _data_shape(self) -> Shape:
+        if self.flattened_range is None:
+            return tuple(self.local_shape)
+        return (len(range(*self.flattened_range.indices(prod(self.local_shape)))),)
+
+    def without_data(self) -> ShardedTensor:
+        """Return a copy whose ``data`` is None."""
+        return replace(self, data=None)
 
     @classmethod
     def from_rank_offsets(
@@ -116,222 +109,156 @@ class ShardedTensor:
         *rank_offsets: tuple[int, int, int],
         replica_id: ReplicaId = 0,
         prepend_axis_num: int = 0,
-        flattened_range: slice | None = None,
-        allow_shape_mismatch: bool = False,
+        flattened_range: None = None,
+        **init_kwargs: Any,
     ) -> ShardedTensor:
-        """Return the record of ``data``, a shard of a tensor that is split evenly along some axes.
+        """Return the entry of ``data``, a shard of a tensor that is split evenly along some axes.
 
         ``rank_offsets``: (axis, index of this shard, number of shards); axis numbers include the
-        ``prepend_axis_num`` axes added before those of ``data``.  Only the main replica, whose
-        ``replica_id`` is 0 or all zeros, is written.
+        ``prepend_axis_num`` axes added before those of ``data``.
         """
-        if flattened_range is not None or allow_shape_mismatch:
-            raise CheckpointError(
-                f"{key}: flattened_range and allow_shape_mismatch are not available: give the "
-                "tensor in its own shape"
-            )
-        view = data.detach()[(None,) * prepend_axis_num]
-        shape, offset = list(view.shape), [0] * view.dim()
+        if flattened_range is not None:
+            raise ValueError(f"{key}: from_rank_offsets_flat makes entries with a flattened_range")
+        local = [1] * prepend_axis_num + list(data.shape)
+        shape, offset, counts = list(local), [0] * len(local), [1] * len(local)
         for axis, part, count in rank_offsets:
-            if not (0 <= axis < view.dim() and 0 <= part < count):
+            if not (0 <= axis < len(local) and 0 <= part < count):
                 raise CheckpointError(
                     f"{key}: part {part} of {count} along axis {axis} is not a part of a tensor "
-                    f"with {view.dim()} axes"
+                    f"with {len(local)} axes"
                 )
-            offset[axis] = part * view.shape[axis]
-            shape[axis] = count * view.shape[axis]
+            shape[axis], offset[axis] = count * local[axis], part * local[axis]
+            counts[axis] = count
         return cls(
-            key=key,
-            global_shape=tuple(shape),
-            dtype=data.dtype,
-            pieces=(Piece(tuple(offset), view),),
-            replica=Replica() if is_main_replica(replica_id) else None,
-            data=data,
-            replica_id=replica_id,
+            key,
+            data,
+            data.dtype,
+            tuple(data.shape),
+            tuple(shape),
+            tuple(offset),
+            tuple(counts),
+            replica_id,
+            prepend_axis_num,
+            **init_kwargs,
         )
 
-    @property
-    def local_shape(self) -> Shape:
-        """The shape of this rank's part."""
-        return self.pieces[0].shape if self.data is None else tuple(self.data.shape)
+    @classmethod
+    def from_rank_offsets_flat(
+        cls,
+        key: str,
+        data: Tensor,
+        non_flat_local_shape: Shape,
+        *args: tuple[int, int, int],
+        flattened_range: slice | None = None,
+        **kwargs: Any,
+    ) -> ShardedTensor:
+        """Return the entry of ``data``, the elements ``flattened_range`` of a flattened shard."""
+        if flattened_range is None:
+            raise CheckpointError(f"{key}: from_rank_offsets_flat needs a flattened_range")
+        whole = torch.empty(*non_flat_local_shape, dtype=data.dtype, device="meta")
+        entry = cls.from_rank_offsets(key, whole, *args, **kwargs)
+        return replace(entry, data=data, flattened_range=flattened_range)
 
-    @property
-    def global_offset(self) -> Shape:
-        """The offset of this rank's first piece in the global tensor."""
-        return self.pieces[0].offset
+    def init_data(
+        self, device: str | torch.device, init_fn: Callable[..., Tensor] = torch.empty
+    ) -> None:
+        """Create ``data`` if there is none."""
+        if self.data is None:
+            self.data = init_fn(self._data_shape(), dtype=self.dtype, device=device)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of this rank's pieces, without vocabulary padding."""
-        return sum(prod(piece.shape) for piece in self.pieces) * self.dtype.itemsize
+    def global_slice(self) -> tuple[int | slice, ...]:
+        """Return the index of the box in the global tensor: an int for each prepended axis."""
+        lead = self.prepend_axis_num
+        own = zip(self.global_offset[lead:], self.local_shape, strict=True)
+        return (*self.global_offset[:lead], *(slice(at, at + n) for at, n in own))
 
+    def local_coordinates(self) -> tuple[np.ndarray, ...]:
+        """Return the coordinates in the box of each element of a flattened range."""
+        if self.flattened_range is None:
+            raise CheckpointError(f"{self.key}: coordinates are those of a flattened_range")
+        elements = np.arange(prod(self.local_shape))[self.flattened_range]
+        return tuple(np.unravel_index(elements, self.local_shape))
 
-ShardedTensors = Sequence[ShardedTensor]
+    def global_coordinates(self) -> tuple[np.ndarray, ...]:
+        """Return the coordinates in the global tensor of each element of a flattened range."""
+        local = self.local_coordinates()
+        lead = [np.zeros_like(local[0])] * self.prepend_axis_num
+        pairs = zip((*lead, *local), self.global_offset, strict=True)
+        return tuple(own + at for own, at in pairs)
 
+    def local_chunk_offset_in_global(self) -> Shape:
+        """Return the index of the box in the grid of all boxes."""
+        local = (1,) * self.prepend_axis_num + tuple(self.local_shape)
+        return tuple(at // n for at, n in zip(self.global_offset, local, strict=True))
 
-def from_param(
-    key: str,
-    info: ParamInfo,
-    tensor: Any,
-    replica: Replica | None = Replica(),
-    *,
-    dtype: torch.dtype | None = None,
-    padded: bool = False,
-) -> ShardedTensor:
-    """Return the record of this rank's part of a parameter, or of its optimizer state.
+    def max_allowed_chunks(self) -> Shape:
+        """Return the size of a box along each axis.  Raises CheckpointError if they differ."""
+        pairs = list(zip(self.global_shape, self.axis_fragmentations or (), strict=True))
+        if not self.allow_shape_mismatch and any(size % count for size, count in pairs):
+            raise CheckpointError(f"{self.key}: its axes do not split evenly: {self}")
+        return tuple(size // count for size, count in pairs)
 
-    ``tensor``: a Tensor; or values stored in another form than fp32, such as split or quantized,
-    with a ``shape``, ``read()`` that returns all values in fp32, and ``write(values)``.  Rows of
-    vocabulary padding are left out of the pieces unless ``padded``.  ``dtype``: the dtype in the
-    file, if it differs from that in memory.
-    """
-    shard_shape = tuple(tensor.shape) if info.part is None else info.part.shape
-    dim = info.shard_dim or 0
-    with_padding = list(info.global_shape)
-    if shard_shape:
-        with_padding[dim] = shard_shape[dim] * info.shard_count
-    if padded:
-        info = replace(info, global_shape=tuple(with_padding))
-    return ShardedTensor(
-        key=key,
-        global_shape=tuple(info.global_shape),
-        dtype=dtype or (tensor.dtype if isinstance(tensor, Tensor) else torch.float32),
-        pieces=tuple(_pieces(info, tensor)),
-        replica=replica,
-        sharding=(dim, info.shard_count * len(info.blocks)),
-        is_flat=info.part is not None,
-        padded_rows=with_padding[0] if with_padding else 0,
-    )
+    def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
+        """Return rows ``start`` to ``start + length`` along ``dim`` of each rank's box.
 
+        The result has one entry, or none if the flattened range has none of these rows.  ``dim``
+        does not count prepended axes; it is 0 for a flattened range.
+        """
+        at, size = dim + self.prepend_axis_num, self.local_shape[dim]
 
-def _pieces(info: ParamInfo, tensor: Any) -> Iterator[Piece | LazyPiece]:
-    """Yield one piece per box: a view, or for values in another form a `LazyPiece`.
+        def change(shape: Shape, axis: int, value: int) -> Shape:
+            return (*shape[:axis], value, *shape[axis + 1 :])
 
-    A `LazyPiece` unpacks the complete tensor at each access, so only one is in memory.
-    """
-    if isinstance(tensor, Tensor):
-        yield from (Piece(offset, view) for offset, view in info.pieces(tensor.detach()))
-        return
+        local = change(tuple(self.local_shape), dim, length)
+        data, part = self.data, self.flattened_range
+        if part is None:
+            data = None if data is None else data.narrow(dim, start, length)
+        elif dim:
+            raise CheckpointError(f"{self.key}: a flattened range is narrowed along axis 0 only")
+        else:
+            row = prod(local[1:])
+            low, high = max(part.start, start * row), min(part.stop, (start + length) * row)
+            if low >= high:
+                return []
+            data = None if data is None else data[low - part.start : high - part.start]
+            part = slice(low - start * row, high - start * row)
+        narrowed = replace(
+            self,
+            data=data,
+            local_shape=local,
+            global_shape=change(self.global_shape, at, self.global_shape[at] * length // size),
+            global_offset=change(self.global_offset, at, self.global_offset[at] * length // size),
+            flattened_range=part,
+        )
+        return [narrowed]
 
-    def box(whole: Tensor, number: int) -> Tensor:
-        return [view for _, view in info.pieces(whole)][number]
-
-    def put(number: int, values: Tensor) -> None:
-        whole = tensor.read()
-        box(whole, number).copy_(values)
-        tensor.write(whole)
-
-    for number, (offset, view) in enumerate(info.pieces(torch.empty(tensor.shape, device="meta"))):
-        make = partial(lambda n: box(tensor.read(), n), number)
-        yield LazyPiece(offset, tuple(view.shape), make, partial(put, number))
-
-
-def split(tensor: ShardedTensor, sizes: Sequence[int], dim: int = 0) -> Iterator[ShardedTensor]:
-    """Split the record along ``dim`` into consecutive tensors of ``sizes``."""
-
-    def change(shape: Shape, value: int) -> Shape:
-        return (*shape[:dim], value, *shape[dim + 1 :])
-
-    first = 0
-    for size in sizes:
-        pieces: list[Piece | LazyPiece] = []
-        for piece in tensor.pieces:
-            begin = piece.offset[dim]
-            low, high = max(begin, first), min(begin + piece.shape[dim], first + size)
-            if low < high:
-                offset = change(piece.offset, low - first)
-                make = partial(_narrow, piece, dim, low - begin, high - low)
-                if isinstance(piece, Piece):
-                    pieces.append(Piece(offset, make()))
-                else:
-                    pieces.append(LazyPiece(offset, change(piece.shape, high - low), make))
-        yield replace(tensor, global_shape=change(tensor.global_shape, size), pieces=tuple(pieces))
-        first += size
-
-
-def _narrow(piece: Piece | LazyPiece, dim: int, start: int, length: int) -> Tensor:
-    return piece.data.narrow(dim, start, length)
-
-
-def replica_of(info: ParamInfo, groups: ProcessGroupCollection) -> Replica | None:
-    """Return this rank's `Replica`: its index among the ranks that hold the same values.
-
-    These are the ranks that reduce its gradient together, or, if they have sharded the parameter,
-    the ranks with the same shard.  None if another tensor-parallel rank, or the owner of a shared
-    embedding, writes the parameter.
-    """
-    tp_group = groups.expt_tp if info.is_expert else groups.tp
-    if info.is_duplicate or (info.counts_once_per_tp_group and tp_group.rank() > 0):
-        return None
-    if info.part is not None:
-        return Replica(info.part.copy, info.part.num_copies, "part")
-    among = "expt_dp" if info.is_expert else "dp_cp"
-    group = replica_groups(groups)[among]
-    return Replica(group.rank(), group.size(), among)
-
-
-def replica_groups(groups: ProcessGroupCollection) -> dict[str, ProcessGroup]:
-    """Return the groups whose ranks hold the same pieces of a parameter, by `Replica.among`."""
-    return {"dp_cp": groups.dp_cp, "expt_dp": groups.expt_dp}
-
-
-def weights_then_state(tensors: Iterable[ShardedTensor]) -> tuple[list[ShardedTensor], ...]:
-    """Split into tensors of the model and of the optimizer, to be loaded in this order.
-
-    A fully sharded 16-bit weight shares memory with its main parameter, whose values must win.
-    """
-    weights: list[ShardedTensor] = []
-    state: list[ShardedTensor] = []
-    for tensor in tensors:
-        (state if tensor.key.startswith(OPTIMIZER_PREFIX) else weights).append(tensor)
-    return weights, state
-
-
-SavePlan = dict[tuple[str, ...], list[int]]  # keys of the tensors -> numbers of those to write
-
-
-def to_write(
-    tensors: ShardedTensors, share_work: bool = True, plan: SavePlan | None = None
-) -> list[ShardedTensor]:
-    """Return the records that this rank writes: each has one writer.
-
-    ``share_work``: balance the bytes over the replicas (`assign_replicas`).  Else replica 0 writes.
-    ``plan`` keeps the result for saves with the same keys in the same order.
-    """
-    keys = tuple(tensor.key for tensor in tensors)
-    if plan is not None and keys in plan:
-        return [tensors[i] for i in plan[keys]]
-    if share_work:
-        mine = {id(t) for t, replica, owner in assign_replicas(tensors) if owner == replica.index}
-    else:
-        mine = {id(t) for t in tensors if t.replica is not None and t.replica.index == 0}
-    chosen = [i for i, tensor in enumerate(tensors) if id(tensor) in mine]
-    chosen.sort(key=keys.__getitem__)
-    if plan is not None:
-        plan.clear()
-        plan[keys] = chosen
-    return [tensors[i] for i in chosen]
-
-
-def assign_replicas(
-    tensors: Iterable[ShardedTensor],
-) -> Iterator[tuple[ShardedTensor, Replica, int]]:
-    """Yield each record with its replica and the index of the replica that reads or writes it.
-
-    Largest tensors first, each to the replica that has the fewest bytes.  All replicas compute
-    the same assignment in the same order, without communication.
-    """
-    loads: dict[tuple[str, int], list[int]] = {}
-    for tensor in sorted(tensors, key=lambda t: (-t.num_bytes, t.key)):
-        if (replica := tensor.replica) is None:
-            continue
-        load = loads.setdefault((replica.among, replica.count), [0] * replica.count)
-        owner = load.index(min(load))
-        load[owner] += tensor.num_bytes
-        yield tensor, replica, owner
-
-
-ReplicaId = int | Shape
+    def record(self) -> TensorRecord:
+        """Return what a save writes and a load fills: views of ``data``."""
+        if self.data is None:
+            raise CheckpointError(f"{self.key}: it has no data: {self}")
+        lead, part, data = self.prepend_axis_num, self.flattened_range, self.data.detach()
+        pieces = []
+        if part is None:
+            pieces.append(Piece(self.global_offset, data[(None,) * lead]))
+        for at, shape in (
+            () if part is None else flat_boxes(self.local_shape, part.start, part.stop)
+        ):
+            view, data = data[: prod(shape)].view((1,) * lead + shape), data[prod(shape) :]
+            offset = map(sum, zip(self.global_offset, (0,) * lead + at, strict=True))
+            pieces.append(Piece(tuple(offset), view))
+        own = enumerate((self.axis_fragmentations or ())[lead:])
+        cuts = [(dim, count) for dim, count in own if count > 1] or [(0, 1)]
+        return TensorRecord(
+            key=self.key,
+            global_shape=tuple(self.global_shape),
+            dtype=self.dtype,
+            pieces=tuple(pieces),
+            replica=Replica() if is_main_replica(self.replica_id) else None,
+            sharding=cuts[0],
+            is_flat=part is not None and len(cuts) == 1 and len(self.global_shape) > 1,
+            stacked=tuple(self.global_shape[:lead]),
+            may_differ=self.allow_shape_mismatch,
+        )
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
@@ -340,7 +267,7 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 
 @dataclass
-class ShardedObject:
+class ShardedObject(ShardedBase):
     """A value that differs between ranks: element ``global_offset`` of an array of such values."""
 
     key: str
@@ -349,6 +276,20 @@ class ShardedObject:
     global_offset: Shape
     replica_id: ReplicaId = 0
 
+    def __post_init__(self) -> None:
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise CheckpointError if the fields contradict each other."""
+        if len(self.global_shape) != len(self.global_offset):
+            raise CheckpointError(
+                f"{self.key}: global_shape and global_offset have different lengths: {self}"
+            )
+
+    def without_data(self) -> ShardedObject:
+        """Return a copy whose ``data`` is None."""
+        return replace(self, data=None)
+
     @property
     def unique_key(self) -> str:
         """Key of the value in the checkpoint: ``key`` with offset and shape."""
@@ -356,17 +297,24 @@ class ShardedObject:
         shape = ".".join(map(str, self.global_shape))
         return f"{self.key}/shard_{offset}_{shape}"
 
+    @classmethod
+    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
+        """Return the entry, without data, whose `unique_key` this is."""
+        key, _, place = unique_key.rpartition("/shard_")
+        offset, shape = (tuple(map(int, text.split("."))) for text in place.split("_"))
+        return cls(key, None, shape, offset, replica_id)
+
 
 @dataclass
-class ShardedTensorFactory:
-    """A tensor that is saved as other tensors than those in memory.
+class ShardedTensorFactory(ShardedBase):
+    """A tensor that is saved as other tensors than the one in memory.
 
     ``build_fn(key, data, replica_id, flattened_range)`` returns the sharded state dict to save and
     load; ``merge_fn`` rebuilds the value from the loaded state dict.
     """
 
     key: str
-    data: Tensor
+    data: Tensor | None
     build_fn: Callable[[str, Tensor, ReplicaId, slice | None], Nested]
     merge_fn: Callable[[Nested], Nested]
     replica_id: ReplicaId = 0
@@ -374,7 +322,15 @@ class ShardedTensorFactory:
 
     def build(self) -> Nested:
         """Return the sharded state dict that replaces this entry."""
+        assert self.data is not None, "a factory divides values"
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+    def validate_metadata_integrity(self) -> None:
+        """Do nothing: there is nothing to contradict."""
+
+    def without_data(self) -> ShardedTensorFactory:
+        """Return a copy whose ``data`` is None."""
+        return replace(self, data=None)
 
 
 class LocalNonpersistentObject:
@@ -386,3 +342,93 @@ class LocalNonpersistentObject:
     def unwrap(self) -> object:
         """Return the value."""
         return self.obj
+
+
+def split_factory(
+    tensor: ShardedTensor,
+    sizes: Sequence[int],
+    names: Sequence[str],
+    dim: int = 0,
+    *,
+    separator: str = ".",
+) -> ShardedTensorFactory:
+    """Return a factory that saves consecutive rows of each rank's box as tensors of their own.
+
+    ``sizes``: rows of this rank in each of them; ``names`` follow the key and ``separator``.
+    Without names the parts, equally many rows each, stay one tensor: the rows of all ranks of the
+    first part come before those of the second.  So each matrix is sharded separately in a tensor
+    that concatenates several.
+    """
+    form, at = tensor.without_data(), dim + tensor.prepend_axis_num
+    if sum(sizes) != tensor.local_shape[dim]:
+        raise ValueError(f"{tensor.key}: parts of {list(sizes)} rows do not make up {form}")
+
+    def build(key: str, data: Tensor, replica_id: ReplicaId, part: slice | None) -> Nested:
+        whole = replace(
+            form,
+            key=key,
+            data=data,
+            dtype=data.dtype,
+            replica_id=replica_id,
+            flattened_range=part,
+        )
+        entries, start = [], 0
+        for number, size in enumerate(sizes):
+            for entry in whole.narrow(dim, start, size):
+                if names:
+                    entry.key = f"{key}{separator}{names[number]}"
+                else:
+                    counts, offset = list(whole.axis_fragmentations or ()), [*entry.global_offset]
+                    offset[at] += number * entry.global_shape[at]
+                    counts[at] *= len(sizes)
+                    entry.global_shape, entry.global_offset = whole.global_shape, tuple(offset)
+                    entry.axis_fragmentations = tuple(counts)
+                entries.append(entry)
+            start += size
+        return entries
+
+    def merge(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts), dim if parts[0].dim() > dim else 0)
+
+    return ShardedTensorFactory(
+        tensor.key, tensor.data, build, merge, tensor.replica_id, tensor.flattened_range
+    )
+
+
+def leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries that are neither dict nor list, with their path for messages."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from leaves(entry, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for number, entry in enumerate(value):
+            yield from leaves(entry, f"{path}.{number}")
+    else:
+        yield path, value
+
+
+def apply_prefix_mapping(
+    sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]
+) -> None:
+    """Replace in each entry's key the first prefix of ``prefix_map`` that it begins with."""
+    for _, entry in leaves(sharded_state_dict):
+        if isinstance(entry, ShardedBase):
+            for old, new in prefix_map.items():
+                if entry.key.startswith(old):
+                    entry.key = new + entry.key.removeprefix(old)
+                    break
+
+
+def replace_prefix_for_sharding(
+    sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
+) -> None:
+    """Replace the prefix of all keys.  Raises ValueError for a key without it."""
+    for _, entry in leaves(sharded_state_dict):
+        if isinstance(entry, ShardedBase) and not entry.key.startswith(old_prefix):
+            raise ValueError(f"key {entry.key} does not begin with {old_prefix}")
+    apply_prefix_mapping(sharded_state_dict, {old_prefix: new_prefix})
+
+
+def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
+    """Prepend ``prefix`` to all keys."""
+    apply_prefix_mapping(sharded_state_dict, {"": prefix})

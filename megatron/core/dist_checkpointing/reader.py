@@ -42,7 +42,7 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
     reading,
 )
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.records import TensorRecord
 from megatron.core.dist_checkpointing.safetensors_file import (
     DTYPES,
     LENGTH_BYTES,
@@ -119,7 +119,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         self.read_box(key, (0,) * len(stored.shape), out)
         return out
 
-    def load(self, wanted: ShardedTensor, *, cast: bool = False) -> None:
+    def load(self, wanted: TensorRecord, *, cast: bool = False) -> None:
         """Fill the views of ``wanted`` in place.
 
         Raises CheckpointError if the tensor is missing, its shape differs, or its dtype differs and
@@ -236,7 +236,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
             return self._files[name]
 
 
-def mismatch(wanted: ShardedTensor, stored: StoredTensor, *, cast: bool) -> str | None:
+def mismatch(wanted: TensorRecord, stored: StoredTensor, *, cast: bool) -> str | None:
     """Return an error message if ``stored`` cannot fill ``wanted`` (shape or dtype), else None.
 
     ``stored`` may have vocabulary padding at its end.  Padding that is as large as this run's own

@@ -49,17 +49,17 @@ from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
     MANIFEST_BESIDE,
 )
-from megatron.core.dist_checkpointing.mapping import (
+from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
+from megatron.core.dist_checkpointing.records import (
     LazyPiece,
     Piece,
     SavePlan,
-    ShardedTensor,
-    ShardedTensors,
+    TensorRecord,
+    TensorRecords,
     assign_replicas,
     to_write,
     weights_then_state,
 )
-from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
 from megatron.core.dist_checkpointing.validation import (
     Differences,
     agree,
@@ -256,7 +256,7 @@ def conclude(
 
 def load(
     folder: Path,
-    wanted: ShardedTensors,
+    wanted: TensorRecords,
     group: ProcessGroup | None,
     *,
     strictness: str = "raise_all",
@@ -283,13 +283,13 @@ def load(
     return agreed
 
 
-def fill(wanted: ShardedTensors, reader: CheckpointReader, *, cast: bool = False) -> None:
+def fill(wanted: TensorRecords, reader: CheckpointReader, *, cast: bool = False) -> None:
     """Read ``wanted`` from ``reader`` into its views, with several threads.  Not collective.
 
     Raises the error of the first tensor that fails; others may or may not be filled.
     """
 
-    def fill_one(tensor: ShardedTensor) -> None:
+    def fill_one(tensor: TensorRecord) -> None:
         fault_point("load.tensor")
         if tensor.key in reader.tensors:
             reader.load(tensor, cast=cast)
@@ -310,7 +310,7 @@ def _num_cpus() -> int:
 
 
 def _plan(
-    folder: Path, wanted: ShardedTensors, cast: bool
+    folder: Path, wanted: TensorRecords, cast: bool
 ) -> tuple[CheckpointReader | None, JsonObject]:
     """Open the checkpoint and compare it with ``wanted``; return the report for rank 0."""
     try:
@@ -336,7 +336,7 @@ _READ_AHEAD = 4  # pieces of one rank in host memory before they are broadcast
 
 
 def _fill_shared(
-    wanted: ShardedTensors,
+    wanted: TensorRecords,
     reader: CheckpointReader,
     groups: Mapping[str, ProcessGroup],
     cast: bool,
@@ -361,20 +361,20 @@ def _fill_shared(
         raise errors[0]
 
 
-def _among(tensor: ShardedTensor) -> str | None:
+def _among(tensor: TensorRecord) -> str | None:
     return None if tensor.replica is None else tensor.replica.among
 
 
 def _broadcast(
-    tensors: ShardedTensors, reader: CheckpointReader, group: ProcessGroup
+    tensors: TensorRecords, reader: CheckpointReader, group: ProcessGroup
 ) -> list[Exception]:
     """Read this rank's share of ``tensors`` and broadcast it; return the errors of its reads."""
     errors: list[Exception] = []
 
-    def empty(tensor: ShardedTensor, piece: Piece | LazyPiece) -> Tensor:
+    def empty(tensor: TensorRecord, piece: Piece | LazyPiece) -> Tensor:
         return torch.empty(piece.shape, dtype=reader.tensors[tensor.key].dtype)
 
-    def read(tensor: ShardedTensor, piece: Piece | LazyPiece) -> Tensor:
+    def read(tensor: TensorRecord, piece: Piece | LazyPiece) -> Tensor:
         buffer = empty(tensor, piece)
         try:
             fault_point("load.tensor")

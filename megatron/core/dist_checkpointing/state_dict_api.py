@@ -1,164 +1,283 @@
-"""``dist_checkpointing.save`` and ``load`` of sharded state dicts, with Megatron-LM's signatures.
+"""``dist_checkpointing.save`` and ``load`` of sharded state dicts, with Megatron Core's signatures.
 
-A sharded state dict is a tree of dicts and lists.  Each rank saves its shards of the
-`ShardedTensor` entries; the main replica saves each `ShardedObject`.  All other values are
-*common*: equal on all ranks, and saved by rank 0.  Files have this project's format, without
-pickle, so objects and common values must be tensors or plain values (numbers, text, lists, dicts).
+A sharded state dict is a tree of dicts and lists.  The main replica of each `ShardedTensor` and
+`ShardedObject` is saved.  All other values are *common*: equal on all ranks, and saved by rank 0.
+Files have our own format, without pickle, in which objects and common values must be tensors or
+plain values (numbers, text, lists, dicts); or format torch_dist, which Megatron Core reads.
 
-Order of collectives.  Save: gather reports, broadcast the verdict.  Load: as in
-`serialization.load`.
+A strategy is (format, version), or an object with a ``backend``, which names the format.
+
+Order of collectives.  Save: gather reports, broadcast the verdict.  Load: gather differences,
+broadcast the verdict; read; gather errors, broadcast the verdict.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject, Nested, StateDict
 from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.async_requests import AsyncRequest
+from megatron.core.dist_checkpointing.background import HostBuffer, copy_out
 from megatron.core.dist_checkpointing.commit import attempt_id
 from megatron.core.dist_checkpointing.formats import (
-    SAFETENSORS_DIST,
+    LIBRARY,
     Contents,
+    RankReport,
     RankSave,
-    files_of,
-    open_reader,
+    format_of,
+)
+from megatron.core.dist_checkpointing.library_files import (
+    COMMON_TENSOR,
+    LibraryReader,
+    StateDictFormat,
 )
 from megatron.core.dist_checkpointing.manifest import (
+    FORMAT,
     MANIFEST,
-    Manifest,
     fsync_folder,
-    write_manifest,
+    read_manifest,
 )
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
+    ShardedBase,
     ShardedObject,
+    ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
     is_main_replica,
-    to_write,
+    leaves,
 )
-from megatron.core.dist_checkpointing.plain_values import decode, encode
-from megatron.core.dist_checkpointing.validation import StrictHandling, shorten
-from megatron.core.parallel.collectives import broadcast_json, gather_json, rank_in
+from megatron.core.dist_checkpointing.reader import mismatch
+from megatron.core.dist_checkpointing.records import Replica, TensorRecord, TensorRecords
+from megatron.core.dist_checkpointing.validation import (
+    StrictHandling,
+    agree,
+    parse_strict_flag,
+    shorten,
+)
+from megatron.core.parallel.collectives import (
+    all_or_none,
+    broadcast_json,
+    error_as_json,
+    gather_json,
+    rank_in,
+)
+from megatron.core.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-_COMMON = "state_dict"
-_OBJECTS = "sharded_objects"
-_METADATA = "content_metadata"
-_COMMON_TENSOR = "common."  # prefix of the keys of common tensors
+_METADATA = "content_metadata"  # key among the common values
+Strategy: TypeAlias = Any  # (format, version), an object with a ``backend``, or None
 
 
 def save(
-    sharded_state_dict: StateDict,
+    sharded_state_dict: ShardedStateDict,
     checkpoint_dir: str | Path,
-    sharded_strategy: object = None,
-    common_strategy: object = None,
+    sharded_strategy: Strategy = None,
+    common_strategy: Strategy = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
     preprocess_common_before_consistancy_check: Callable[[StateDict], StateDict] | None = None,
-    content_metadata: JsonObject | None = None,
-) -> None:
+    content_metadata: StateDict | None = None,
+) -> AsyncRequest | None:
     """Write ``sharded_state_dict`` into the existing folder ``checkpoint_dir``.  Collective.
 
     Every element of every tensor needs exactly one main replica; this is always checked,
-    whatever ``validate_access_integrity`` is.  Raises CheckpointError on every rank alike.
+    whatever ``validate_access_integrity`` is.  That common values are equal on all ranks is not.
+    Raises CheckpointError on every rank alike.  With ``async_sharded_save`` all values are copied,
+    and the returned request writes them.
     """
-    del validate_access_integrity, preprocess_common_before_consistancy_check
-    _only_default_strategies(sharded_strategy, common_strategy)
-    if async_sharded_save:
-        raise CheckpointError("async_sharded_save=True is not available: call save without it")
+    del validate_access_integrity, preprocess_common_before_consistancy_check, common_strategy
+    writer = _FORMATS[format_name(sharded_strategy)]
     group, folder = _world(), Path(checkpoint_dir)
-    written, common = _write(sharded_state_dict, folder, group)
-    reports = gather_json(written, group)
-    error = None
-    if reports is not None:
-        error = _complete(folder, reports, {**common, _METADATA: content_metadata})
-    error = broadcast_json(error, group)
-    if error:
-        raise CheckpointError(f"{folder} was not saved: {error}")
+    error, part = None, _Part(folder, rank_in(group))
+    try:
+        if not folder.is_dir():
+            raise CheckpointError("this folder does not exist: make it first")
+        part = part.of(sharded_state_dict, content_metadata)
+        if async_sharded_save:
+            part = part.copied()
+    except serialization.REPORTED as problem:
+        error = serialization.not_written(problem)
+    written: JsonObject = error or {}
+    write = partial(_write, part, writer, written)
+    conclude = partial(_conclude, part, writer, written, group)
+    if async_sharded_save:
+        return AsyncRequest(None if error else write, (), [conclude])
+    if error is None:
+        write()
+    conclude()
+    return None
 
 
 def load(
-    sharded_state_dict: StateDict,
+    sharded_state_dict: ShardedStateDict,
     checkpoint_dir: str | Path,
-    sharded_strategy: object = None,
-    common_strategy: object = None,
+    sharded_strategy: Strategy = None,
+    common_strategy: Strategy = None,
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Return the state dict in ``checkpoint_dir``: common values and requested sharded entries.
 
-    Tensors are read into the memory of the tensors in ``sharded_state_dict``; the checkpoint may
-    have any layout.  ``strict`` selects how differing keys are handled (`StrictHandling`); its
-    ``return_*`` modes return (state dict, missing keys, unexpected keys).  Collective.  Raises
-    CheckpointError on every rank alike.
+    Tensors are read into the memory of the tensors in ``sharded_state_dict``, in their dtype; the
+    checkpoint may have any layout, and also be one of the application.  ``strict`` selects how
+    differing keys are handled (`StrictHandling`); its ``return_*`` modes return (state dict,
+    missing keys, unexpected keys), where missing ones are in the checkpoint alone.  Collective.
+    Raises CheckpointError on every rank alike.  Strategies and ``validate_access_integrity`` have
+    no effect: the folder tells its format, and overlapping shards may be loaded.
     """
-    del validate_access_integrity
-    _only_default_strategies(sharded_strategy, common_strategy)
-    group, folder = _world(), Path(checkpoint_dir)
-    mode = StrictHandling(strict)
+    del validate_access_integrity, common_strategy
+    format_name(sharded_strategy)
+    group, folder, mode = _world(), Path(checkpoint_dir), parse_strict_flag(strict)
     built: dict[int, object] = {}
-    wanted = [
-        entry
-        for _, entry in _leaves(_build(sharded_state_dict, built))
-        if isinstance(entry, ShardedTensor)
-    ]
-    differences = serialization.load(
-        folder,
-        wanted,
-        group,
-        # Megatron-LM's default allows unused keys in the checkpoint.
-        strictness="raise_unexpected"
-        if mode is StrictHandling.ASSUME_OK_UNEXPECTED
-        else mode.value,
-        leave_out=(_COMMON_TENSOR,),
-    )
-    with open_reader(folder) as reader:
-        content = reader.common()
-        objects = content.get(_OBJECTS, {})
-        common = decode(content.get(_COMMON, {}), reader.read)
+    entries = [entry for _, entry in leaves(_build(sharded_state_dict, built))]
+    asked = {_key_of(entry): entry for entry in entries if isinstance(entry, ShardedBase)}
+    records = [_to_load(entry) for entry in entries if isinstance(entry, ShardedTensor)]
+    reader, plan = _plan(folder, records, list(asked))
+    stored = set() if reader is None else {*reader.tensors, *reader.objects}
+    stored = {key for key in stored if _EXTRA_STATE not in key or key in asked}
+    # Megatron Core's default allows unused keys in the checkpoint.
+    is_default = mode is StrictHandling.ASSUME_OK_UNEXPECTED
+    how = StrictHandling.RAISE_UNEXPECTED if is_default else mode
+    differences = agree(folder, plan, stored, group, how.value, (COMMON_TENSOR,))
+    assert reader is not None
+    with reader:
+        present = {key for key in asked if key in stored}
 
-        def loaded(entry: object) -> object:
-            if isinstance(entry, ShardedObject):
-                if entry.unique_key not in objects:
-                    raise CheckpointError(f"{folder} holds no object {entry.unique_key}")
-                return decode(objects[entry.unique_key], reader.read)
-            if isinstance(entry, LocalNonpersistentObject):
-                return entry.unwrap()
-            if isinstance(entry, ShardedTensor) and entry.key not in differences.absent:
-                return entry.data
-            return _ABSENT  # common values are loaded from the checkpoint
+        def read() -> tuple[StateDict, StateDict]:
+            serialization.fill(records, reader, cast=True)
+            objects = {
+                key: reader.object(key)
+                for key, entry in asked.items()
+                if isinstance(entry, ShardedObject) and key in present
+            }
+            return objects, reader.state()
 
-        state: StateDict = _filled(sharded_state_dict, common, loaded, built)
-    if mode.value.startswith("return"):
-        return state, set(differences.unused), set(differences.absent)
-    return state
+        objects, common = all_or_none(read, folder, group)
+
+    def loaded(entry: object) -> object:
+        if isinstance(entry, LocalNonpersistentObject):
+            return entry.unwrap()
+        if isinstance(entry, ShardedBase) and (key := _key_of(entry)) in present:
+            return objects[key] if isinstance(entry, ShardedObject) else entry.data
+        return _ABSENT  # common values are loaded from the checkpoint
+
+    state: StateDict = _filled(sharded_state_dict, common, loaded, built)
+    if not StrictHandling.requires_returning_mismatch_keys(mode):
+        return state
+    missing = set(differences.unused) if mode is StrictHandling.RETURN_ALL else set()
+    return state, missing, set(differences.absent) & set(asked)
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
     """Return the common values of a checkpoint: all but sharded entries.  Not collective."""
-    with open_reader(Path(checkpoint_dir)) as reader:
-        common: StateDict = decode(reader.common().get(_COMMON, {}), reader.read)
-    return common
+    with open_files(checkpoint_dir) as reader:
+        return reader.state()
 
 
-def load_content_metadata(checkpoint_dir: str | Path) -> JsonObject | None:
-    """Return the ``content_metadata`` that `save` stored, or None.  Not collective."""
-    with open_reader(Path(checkpoint_dir)) as reader:
-        return reader.common().get(_METADATA)
+def load_content_metadata(
+    checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: StateDict | None = None
+) -> StateDict | None:
+    """Return the ``content_metadata`` that `save` stored, or None.  Not collective.
+
+    ``preloaded_state_dict``: what `load_common_state_dict` returned.
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("give checkpoint_dir or preloaded_state_dict")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get(_METADATA)
 
 
+def load_tensors_metadata(
+    checkpoint_dir: str | Path, sharded_strategy: Strategy = None
+) -> ShardedStateDict:
+    """Return an entry without data, of the complete tensor, for each key.  Not collective."""
+    del sharded_strategy
+    with open_files(checkpoint_dir) as reader:
+        return {
+            key: ShardedTensor.from_rank_offsets(
+                key, torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            ).without_data()
+            for key, stored in reader.tensors.items()
+            if not key.startswith(COMMON_TENSOR)
+        }
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | Path, sharded_strategy: Strategy = None, common_strategy: Strategy = None
+) -> ShardedStateDict:
+    """Return what `load_tensors_metadata` does, and an entry without data for each object."""
+    del common_strategy
+    with open_files(checkpoint_dir) as reader:
+        objects = {key: ShardedObject.empty_from_unique_key(key) for key in reader.objects}
+    return {**load_tensors_metadata(checkpoint_dir, sharded_strategy), **objects}
+
+
+def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
+    """Return the complete tensors of a checkpoint on every rank, by their keys."""
+    with open_files(checkpoint_dir) as reader:
+        keys = [key for key in reader.tensors if not key.startswith(COMMON_TENSOR)]
+        return {key: reader.read(key) for key in keys}
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
+    """Return whether the folder holds a checkpoint that `load` reads in its format."""
+    return format_of(Path(checkpoint_dir)) in (FORMAT, "torch_dist")
+
+
+def open_files(checkpoint_dir: str | Path) -> LibraryReader:
+    """Open the checkpoint in a folder under Megatron Core's keys.
+
+    Raises CheckpointError, CheckpointDamaged.
+    """
+    folder = Path(checkpoint_dir)
+    if not folder.is_dir():
+        raise CheckpointError(f"Checkpoint directory {folder} does not exist")
+    name = format_of(folder) or ""
+    manifest = read_manifest(folder) if name == FORMAT else None
+    if name == "torch_dist" or (manifest is not None and manifest.layout.get(LIBRARY)):
+        return _FORMATS[name].open(folder)
+    return _FORMATS["application"].open(folder)
+
+
+_HERE = "megatron.core.dist_checkpointing"
+_FORMATS: Registry[StateDictFormat] = Registry(
+    "--ckpt-format",
+    {
+        FORMAT: f"{_HERE}.library_files:SAFETENSORS_DIST_STATE",
+        "torch_dist": f"{_HERE}.megatron_formats.library:TORCH_DIST_STATE",
+        "application": f"{_HERE}.megatron_formats.library:OF_APPLICATION",
+    },
+)
 _ABSENT = object()  # marks an entry to remove from the state dict
+_EXTRA_STATE = "_extra_state/"  # Megatron Core's empty objects, which modules here do not have
+
+
+def format_name(strategy: Strategy) -> str:
+    """Return the format that a strategy selects.  Raises CheckpointError for an unknown one."""
+    if strategy is None:
+        return FORMAT
+    name = strategy[0] if isinstance(strategy, tuple) else getattr(strategy, "backend", strategy)
+    if name not in (FORMAT, "torch_dist"):
+        raise CheckpointError(
+            f"strategy {strategy!r} is not available: leave it out, or give one of format "
+            f"{FORMAT} or torch_dist"
+        )
+    return str(name)
 
 
 def _world() -> ProcessGroup | None:
@@ -166,83 +285,116 @@ def _world() -> ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _only_default_strategies(*strategies: object) -> None:
-    for strategy in strategies:
-        if strategy is not None:
-            raise CheckpointError(
-                f"strategy {strategy!r} is not available: leave it out; the format is that of "
-                "--ckpt-format safetensors_dist"
-            )
+def _key_of(entry: ShardedBase) -> str:
+    return entry.unique_key if isinstance(entry, ShardedObject) else entry.key
 
 
-def _write(
-    sharded_state_dict: StateDict, folder: Path, group: ProcessGroup | None
-) -> tuple[JsonObject, JsonObject]:
-    """Write this rank's files; return its report as JSON, and on rank 0 the common values."""
-    rank = rank_in(group)
-    objects = {}
-    tensors: dict[str, ShardedTensor] = {}
-    common_tensors: dict[str, Tensor] = {}
-    common = {}
-    try:
-        if not folder.is_dir():
-            raise CheckpointError("this folder does not exist: make it first")
+@dataclass(frozen=True)
+class _Part:
+    """What one rank writes.  ``common`` is None on all ranks but 0."""
+
+    folder: Path
+    rank: int
+    records: TensorRecords = ()
+    objects: StateDict = field(default_factory=dict)
+    common: StateDict | None = None
+
+    def of(self, sharded_state_dict: ShardedStateDict, metadata: StateDict | None) -> _Part:
+        """Return the part of this rank.  Raises CheckpointError for an entry without data."""
         built = _build(sharded_state_dict, {})
-        for path, entry in _leaves(built):
-            if isinstance(entry, ShardedTensor):
-                tensors.setdefault(entry.key, entry)  # tied weights are one tensor
+        records: dict[object, TensorRecord] = {}
+        objects = {}
+        for _, entry in leaves(built):
+            if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
+                place = entry.key, entry.global_offset, str(entry.flattened_range)
+                records.setdefault(place, entry.record())  # tied weights are one tensor
             elif isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
-                objects[entry.unique_key] = encode(entry.data, path)
-        if rank == 0:
-            sharded = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
-            plain = _filled(built, {}, lambda e: _ABSENT if isinstance(e, sharded) else e, {})
-            common = {_COMMON: encode(plain, _COMMON, common_tensors)}
-        records = to_write(list(tensors.values()), share_work=False)
-        for place, tensor in common_tensors.items():
-            records.append(ShardedTensor.from_rank_offsets(_COMMON_TENSOR + place, tensor))
-        rank_save = RankSave(
-            folder=folder,
-            rank=rank,
-            tensors=records,
-            contents=Contents(tensors=()),
-            iteration=0,
-            attempt=attempt_id(),
+                objects[entry.unique_key] = entry.data
+        common = None
+        if self.rank == 0:
+            sharded = (ShardedBase, LocalNonpersistentObject)
+            common = _filled(built, {}, lambda e: _ABSENT if isinstance(e, sharded) else e, {})
+            if metadata is not None:
+                common[_METADATA] = metadata
+        return replace(self, records=list(records.values()), objects=objects, common=common)
+
+    def copied(self) -> _Part:
+        """Return the part with copies of all values, which training does not change."""
+        return replace(
+            self,
+            records=copy_out(self.records, HostBuffer()),
+            objects=copy.deepcopy(self.objects),
+            common=copy.deepcopy(self.common),
         )
-        report = replace(SAFETENSORS_DIST.write_rank_files(rank_save), objects=objects)
-    except serialization.REPORTED as error:
-        return serialization.not_written(error), common
-    return asdict(report), common
 
 
-def _complete(folder: Path, written: Sequence[JsonObject], common: JsonObject) -> str | None:
-    """On rank 0: write the index, the common values and, last, the manifest.
-
-    Returns an error message, or None.
-    """
-    reports, errors = serialization.reports_of(written)
-    if errors:
-        return shorten(errors)
-    objects = {key: value for report in reports for key, value in report.objects.items()}
+def _write(part: _Part, writer: StateDictFormat, written: JsonObject) -> None:
+    """Write the files of this rank; put its report, or its error, into ``written``."""
+    rank_save = RankSave(
+        folder=part.folder,
+        rank=part.rank,
+        tensors=part.records,
+        contents=Contents(tensors=()),
+        iteration=0,
+        attempt=attempt_id(),
+    )
     try:
-        if (folder / MANIFEST).exists():
-            logger.warning("%s holds a checkpoint, which is overwritten", folder)
-            (folder / MANIFEST).unlink()
-        more = SAFETENSORS_DIST.write_common_files(folder, reports, {**common, _OBJECTS: objects})
-        manifest = Manifest(
-            iteration=0,
-            attempt=attempt_id(),
-            published_at_ns=time.time_ns(),
-            layout={},
-            files={**files_of(reports), **more},
-        )
-        write_manifest(folder, manifest)
-        fsync_folder(folder)
+        written |= asdict(writer.write_rank(rank_save, part.objects, part.common))
+    except serialization.REPORTED as error:
+        written |= serialization.not_written(error)
+
+
+def _conclude(
+    part: _Part, writer: StateDictFormat, written: JsonObject, group: ProcessGroup | None
+) -> None:
+    """Complete the folder on rank 0, or raise CheckpointError on all ranks.  Collective."""
+    if not written:
+        ran_apart = RuntimeError("the request ran in another process: run it in a thread of this")
+        written = serialization.not_written(ran_apart)
+    gathered = gather_json(written, group)
+    error = None
+    if gathered is not None:
+        reports, errors = serialization.reports_of(gathered)
+        error = shorten(errors) if errors else _complete(part, writer, reports)
+    error = broadcast_json(error, group)
+    if error:
+        raise CheckpointError(f"{part.folder} was not saved: {error}")
+
+
+def _complete(part: _Part, writer: StateDictFormat, reports: Sequence[RankReport]) -> str | None:
+    """On rank 0: write what remains.  Returns an error message, or None."""
+    assert part.common is not None, "rank 0 has the common values"
+    try:
+        if (part.folder / MANIFEST).exists():
+            logger.warning("%s holds a checkpoint, which is overwritten", part.folder)
+            (part.folder / MANIFEST).unlink()
+        writer.complete(part.folder, reports, part.common)
+        fsync_folder(part.folder)
     except serialization.REPORTED as error:
         return str(error)
     return None
 
 
-def _build(value: object, built: dict[int, object]) -> object:
+def _to_load(entry: ShardedTensor) -> TensorRecord:
+    """Return the record that a load fills; make memory for an entry without data."""
+    entry.init_data(torch.get_default_device(), torch.zeros)
+    return replace(entry.record(), replica=Replica())
+
+
+def _plan(
+    folder: Path, records: TensorRecords, keys: Sequence[str]
+) -> tuple[LibraryReader | None, JsonObject]:
+    """Open the checkpoint and compare it with ``records``; return the report for rank 0."""
+    try:
+        reader = open_files(folder)
+    except (CheckpointError, OSError) as error:
+        return None, {"error": error_as_json(error)}
+    stored = reader.tensors
+    found = (mismatch(t, stored[t.key], cast=True) for t in records if t.key in stored)
+    return reader, {"problems": [problem for problem in found if problem], "wanted": [*keys]}
+
+
+def _build(value: object, built: dict[int, object]) -> Any:
     """Return a copy of the tree in which each factory is replaced by the tree that it builds.
 
     Those trees are added to ``built``, by the id of their factory.
@@ -268,11 +420,13 @@ def _filled(
 
     If ``value_of`` returns `_ABSENT` for a leaf, that of ``common`` stays.  A dict without any is
     left out; in a list None replaces it, so that the other entries keep their positions.  The
-    values for a factory are passed to its ``merge_fn``.
+    values for a factory are passed to its ``merge_fn``, if all are there.
     """
     if isinstance(requested, ShardedTensorFactory) and id(requested) in built:
-        found = _filled(built[id(requested)], common, value_of, {})
-        return found if found is _ABSENT else requested.merge_fn(found)
+        tree = built[id(requested)]
+        if any(value_of(entry) is _ABSENT for _, entry in leaves(tree)):
+            return common
+        return requested.merge_fn(_filled(tree, _ABSENT, value_of, {}))
     if isinstance(requested, dict):
         have = common if isinstance(common, dict) else {}
         values = {
@@ -288,15 +442,3 @@ def _filled(
         return [None if entry is _ABSENT else entry for entry in entries]
     value = value_of(requested)
     return common if value is _ABSENT else value
-
-
-def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the entries that are neither dict nor list, with their path for messages."""
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            yield from _leaves(entry, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list):
-        for number, entry in enumerate(value):
-            yield from _leaves(entry, f"{path}.{number}")
-    else:
-        yield path, value

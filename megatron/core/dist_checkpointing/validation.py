@@ -38,6 +38,29 @@ class StrictHandling(enum.Enum):
     RETURN_ALL = "return_all"
     IGNORE_ALL = "ignore_all"
 
+    @staticmethod
+    def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
+        """Return whether the keys of the checkpoint are compared before anything is loaded."""
+        return val is not StrictHandling.ASSUME_OK_UNEXPECTED
+
+    @staticmethod
+    def requires_global_app_metadata(val: StrictHandling) -> bool:
+        """Return whether the keys that all ranks request are needed."""
+        return val.value.endswith("_all")
+
+    @staticmethod
+    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
+        """Return whether `load` returns the differing keys."""
+        return val.value.startswith("return_")
+
+
+def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
+    """Return the mode with this name.  Raises ValueError for another name."""
+    try:
+        return StrictHandling(strict)
+    except ValueError as error:
+        raise ValueError(f"Invalid strict flag: {error}") from error
+
 
 _SHOWN = 8
 # State that may be absent: fp8 scales are computed again from new amax values.

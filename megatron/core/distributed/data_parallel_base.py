@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.non_finite import GradientCheck
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -118,6 +119,15 @@ class DataParallelBase(nn.Module, ABC):
     @abstractmethod
     def broadcast_params(self) -> None:
         """Broadcast each group's parameters from its first rank.  Collective over the group."""
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
+        """Return the entries of the wrapped model, without the prefix ``module.``.
+
+        Collective as `state_dict` is.
+        """
+        self.finish_param_sync()
+        found: ShardedStateDict = self.module.sharded_state_dict(*args, **kwargs)  # type: ignore[operator]
+        return found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state_dict of the wrapped module, without a prefix of the wrapper.

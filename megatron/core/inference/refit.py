@@ -1,6 +1,6 @@
 """Copy the weights of a training run into an engine on the same ranks, from any layout to any.
 
-Both models describe their parameters by global names and boxes (`ShardedTensor`).  The plan of who
+Both models describe their parameters by global names and boxes (`TensorRecord`).  The plan of who
 sends which box to whom is the same on all ranks and is computed once.
 
 Order of collectives: construction gathers the descriptions.  `Refit.copy` runs in rounds: a rank
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.dist_checkpointing.mapping import LazyPiece, Piece, ShardedTensor
+from megatron.core.dist_checkpointing.records import LazyPiece, Piece, TensorRecord
 from megatron.core.parallel.collectives import all_gather_json
 from megatron.core.params.param_info import info_of
 
@@ -39,7 +39,7 @@ class _Place(NamedTuple):
     tensor: int
     piece: int
 
-    def piece_of(self, tensors: Sequence[ShardedTensor]) -> Piece | LazyPiece:
+    def piece_of(self, tensors: Sequence[TensorRecord]) -> Piece | LazyPiece:
         """Return the piece."""
         return tensors[self.tensor].pieces[self.piece]
 
@@ -65,8 +65,8 @@ class Refit:
 
     def __init__(
         self,
-        sources: Callable[[], Sequence[ShardedTensor]],
-        targets: Sequence[ShardedTensor],
+        sources: Callable[[], Sequence[TensorRecord]],
+        targets: Sequence[TensorRecord],
         group: ProcessGroup,
         *,
         buffer_bytes: int = 2**26,
@@ -167,7 +167,7 @@ def note_new_weights(module: nn.Module) -> None:
     torch.autograd.graph.increment_version(list(module.parameters()))
 
 
-def _described(tensors: Sequence[ShardedTensor]) -> list[_Description]:
+def _described(tensors: Sequence[TensorRecord]) -> list[_Description]:
     found: list[_Description] = []
     for t in tensors:
         # A file may have another dtype.

@@ -34,6 +34,8 @@ class MambaStackSubmodules:
 class MambaStack(TransformerBlock):
     """The layers of one pipeline stage, whose kinds a pattern gives; the last stage has a norm."""
 
+    layers_are_alike = False
+
     def __init__(
         self,
         config: TransformerConfig,

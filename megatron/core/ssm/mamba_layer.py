@@ -44,7 +44,13 @@ class MambaLayer(ResidualLayer):
         ``residual_in_fp32`` is ignored: ``config.fp32_residual_connection`` decides.
         """
         del residual_in_fp32
-        super().__init__(config, layer_number, None, pg_collection=pg_collection)
+        super().__init__(
+            config,
+            layer_number,
+            None,
+            pg_collection=pg_collection,
+            keys_map=submodules.sharded_state_dict_keys_map,
+        )
         self.norm = self.build_norm(submodules.norm)
         self.mixer = build_module(
             submodules.mixer, config=config, d_model=config.hidden_size, offered=self.offered

@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from megatron.core import device
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.device import cpu_kernels
+from megatron.core.dist_checkpointing.module_state import ShardedModule
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.params.param_info import info_of
 from megatron.core.params.param_init import (
@@ -80,7 +81,7 @@ def divide_over_group(size: int, group: ProcessGroup, what: str) -> int:
     return size // group.size()
 
 
-class Linear(nn.Module):
+class Linear(ShardedModule):
     """Base of the linear layers.
 
     A ``quantizer``, if set, computes x W^T + b in place of torch's matmuls.  ``lora``, if
@@ -383,7 +384,7 @@ def check_token_ids(token_ids: Tensor, num_tokens: int, *, may_ignore: bool = Fa
         )
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(ShardedModule):
     """Word embedding with the vocabulary sharded over ``tp_group``.
 
     ``num_embeddings`` includes padding rows, ``num_tokens`` (default: all) does not; an id that is

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_param, replica_of
-from megatron.core.params.param_info import info_of, local_part
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.module_state import ShardedModule
 from megatron.core.params.param_init import initialize_parameters
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 WithBias = tuple[Tensor, Tensor | None]  # output, and a bias that the caller has to add
 
 
-class MegatronModule(nn.Module):
+class MegatronModule(ShardedModule):
     """Base class of modules that are built from a TransformerConfig."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -36,38 +34,6 @@ class MegatronModule(nn.Module):
     ) -> dict[str, object]:
         """Return the state dict that a checkpoint saves (Megatron-LM's name for it)."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, object] | None = None,
-    ) -> dict[str, ShardedTensor]:
-        """Return the state dict with a `ShardedTensor` for each tensor, for dist_checkpointing.
-
-        Its keys are those of ``state_dict(prefix=prefix)``.  The ``key`` of each ShardedTensor is
-        ``prefix`` and the tensor's name in the complete model, which is the same in every layout.
-
-        Raises CheckpointError with ``sharded_offsets``, or if no submodule has process groups.
-        """
-        if sharded_offsets:
-            raise CheckpointError("sharded_offsets is not available: give a prefix instead")
-        found = (vars(module).get("pg_collection") for module in self.modules())
-        groups = next((each for each in found if each is not None), None)
-        if groups is None:
-            raise CheckpointError(
-                f"{type(self).__name__} has no process groups: call sharded_state_dict on the model"
-            )
-        entries = {}
-        for name, tensor in self.state_dict(prefix=prefix, keep_vars=True).items():
-            info = info_of(tensor)
-            key = prefix + (info.name or name.removeprefix(prefix))
-            local = local_part(tensor)
-            replica = replica_of(info, groups)
-            record = from_param(key, info, local, replica, dtype=info.dtype)
-            number = 1 if replica is None else replica.index
-            entries[name] = replace(record, data=local.detach(), replica_id=number)
-        return entries
 
 
 def before_reading(module: nn.Module) -> None:
@@ -145,3 +111,8 @@ class Float16Module(MegatronModule):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load the state dict of the wrapped model."""
         return self.module.load_state_dict(*args, **kwargs)
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> ShardedStateDict:
+        """Return the entries of the wrapped model, without the prefix ``module.``."""
+        found: ShardedStateDict = self.module.sharded_state_dict(prefix, *args, **kwargs)  # type: ignore[operator]
+        return found

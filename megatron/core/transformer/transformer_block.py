@@ -6,21 +6,24 @@ Hidden states are [s, b, h], or [s/tp, b, h] under sequence parallelism.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, replace_prefix_for_sharding
+from megatron.core.dist_checkpointing.module_state import sharded_state_dict_default
 from megatron.core.packed_seq_params import AttentionMask
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_offload import ActivationOffload
 from megatron.core.transformer.cuda_graphs import LayerGraphs
+from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.core.transformer.layer_layout import layer_range
 from megatron.core.transformer.low_precision import quantize_layer
 from megatron.core.transformer.module import MegatronModule
@@ -115,6 +118,38 @@ class TransformerBlock(MegatronModule):
         ]
         takers.append(self.final_layernorm is not None)
         self._defer_sums = [a and b for a, b in pairwise(takers)]
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[tuple[int, int, int]] = (),
+        metadata: Mapping[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Return the entries of `ShardedModule`; tensors of layers that are alike are stacked.
+
+        They have one key for all layers, and a new first axis.
+        """
+        assert not sharded_offsets, "a stack of layers is not stacked itself"
+        given = metadata or {}
+        is_apart = given.get("non_homogeneous_layers") or given.get("singleton_local_shards")
+        entries: ShardedStateDict = {}
+        for name, child in self.named_children():
+            if child is not self.layers:
+                entries |= sharded_state_dict_default(child, f"{prefix}{name}.", (), metadata)
+        for local, layer in enumerate(self.layers):
+            number, name = self.layer_range[local], f"{prefix}layers.{local}."
+            is_stacked = self.layers_are_alike and not is_apart
+            place = [(0, number, self.config.num_layers)] if is_stacked else []
+            of_layer = sharded_state_dict_default(layer, name, place, metadata)
+            shared = f"{prefix}layers." if is_stacked else f"{prefix}layers.{number}."
+            replace_prefix_for_sharding(of_layer, name, shared)
+            entries |= of_layer
+        return entries
+
+    @property
+    def layers_are_alike(self) -> bool:
+        """Whether the config mixes no kinds of layers."""
+        return self.config.moe_layer_freq == 1 and layer_shapes(self.config) is None
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Set the previous stage's output; `forward` uses it in place of ``hidden_states``."""

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, apply_prefix_mapping
+from megatron.core.dist_checkpointing.megatron_formats.names import with_fused_norms
 from megatron.core.fusions.fused_bias_dropout import BiasDropoutAdd, get_bias_dropout_add
 from megatron.core.fusions.rms_norm import adds_in_norm
 from megatron.core.packed_seq_params import AttentionMask
@@ -65,9 +67,14 @@ class ResidualLayer(MegatronModule):
         hidden_dropout: float | None,
         *,
         pg_collection: ProcessGroupCollection,
+        keys_map: dict[str, str] | None = None,
     ) -> None:
-        """Set common attributes.  ``layer_number`` counts from 1 over the complete model."""
+        """Set common attributes.  ``layer_number`` counts from 1 over the complete model.
+
+        ``keys_map``: see `sharded_state_dict`.
+        """
         super().__init__(config)
+        self.keys_map = keys_map or {}
         self.layer_number = layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
         self.is_sequence_sharded = config.sequence_parallel and pg_collection.tp.size() > 1
@@ -81,6 +88,24 @@ class ResidualLayer(MegatronModule):
             not config.apply_residual_connection_post_layernorm
             and "layernorm" in config.modules_to_recompute
         )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> ShardedStateDict:
+        """Return the entries of `ShardedModule`, norms with the names that fused norms have.
+
+        The submodules' ``sharded_state_dict_keys_map`` renames further prefixes.
+        """
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        renamed = {prefix + old: prefix + new for old, new in self.keys_map.items()}
+        apply_prefix_mapping(entries, renamed)
+        kind = {
+            "is_latent": self.config.multi_latent_attention,
+            "has_experts": isinstance(getattr(self, "mlp", None), MoELayer),
+        }
+        for entry in entries.values():
+            entry.key = with_fused_norms(entry.key, **kind)
+        return entries
 
     def capture_parts(self, *, whole: bool) -> tuple[LayerRun | None, LayerRun | None]:
         """Return (captured, eager): the part of the layer for a CUDA graph, and the rest after it.
@@ -149,7 +174,13 @@ class TransformerLayer(ResidualLayer):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         """Build the submodules.  ``layer_number`` counts from 1 over the complete model."""
-        super().__init__(config, layer_number, hidden_dropout, pg_collection=pg_collection)
+        super().__init__(
+            config,
+            layer_number,
+            hidden_dropout,
+            pg_collection=pg_collection,
+            keys_map=submodules.sharded_state_dict_keys_map,
+        )
         _check_norms(config, submodules)
         norm = self.build_norm
         more: dict[str, Any] = {"config": config, "offered": self.offered}

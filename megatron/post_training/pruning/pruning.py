@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, ConfigError, DataError
-from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
+from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.parallel.collectives import all_or_none, broadcast_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection

@@ -14,7 +14,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import Arguments
 from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.dist_checkpointing.hashing import hash_of_all
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
+from megatron.core.dist_checkpointing.records import TensorRecord, to_write
 from megatron.core.params.param_info import info_of
 from megatron.core.peft.lora import is_of_adapter
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
@@ -54,12 +54,12 @@ def has_adapters(parts: RunParts) -> bool:
     )
 
 
-def of_base(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
+def of_base(tensors: Iterable[TensorRecord]) -> list[TensorRecord]:
     """Return the tensors that a checkpoint of the base holds: frozen weights, and buffers."""
     return [tensor for tensor in tensors if tensor.is_constant or tensor.is_buffer]
 
 
-def of_adapters(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
+def of_adapters(tensors: Iterable[TensorRecord]) -> list[TensorRecord]:
     """Return the tensors that a checkpoint of adapters holds: all but frozen weights."""
     return [tensor for tensor in tensors if not tensor.is_constant]
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from megatron.core import device
 from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.dist_checkpointing import plain_values
-from megatron.core.dist_checkpointing.mapping import (
+from megatron.core.dist_checkpointing.records import (
     OPTIMIZER_PREFIX,
-    ShardedTensor,
+    TensorRecord,
     from_param,
     replica_of,
 )
@@ -53,7 +53,7 @@ class RunParts:
     started_from: str | None = None  # folder of the weights that the run started from
 
 
-def model_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTensor]:
+def model_tensors(parts: RunParts, *, padded: bool = False) -> list[TensorRecord]:
     """Return the records of this rank's weights and persistent buffers.
 
     With ``padded``, they include the rows of vocabulary padding.  Collective over data-parallel
@@ -79,7 +79,7 @@ def model_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTenso
     ]
 
 
-def optimizer_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTensor]:
+def optimizer_tensors(parts: RunParts, *, padded: bool = False) -> list[TensorRecord]:
     """Return the records of this rank's optimizer state; ``padded`` as in `model_tensors`."""
     optimizer = parts.optimizer
     if optimizer is None:
@@ -99,7 +99,7 @@ def optimizer_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedT
     ]
 
 
-def main_param_tensors(parts: RunParts) -> list[ShardedTensor]:
+def main_param_tensors(parts: RunParts) -> list[TensorRecord]:
     """Return the optimizer's main parameters under the keys of the weights."""
     if parts.optimizer is None:
         return []

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.background import (
 )
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
-from megatron.core.dist_checkpointing.mapping import SavePlan
+from megatron.core.dist_checkpointing.records import SavePlan
 from megatron.core.dist_checkpointing.serialization import PendingSave, SaveFailed, SaveResult
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.parallel.run_store import RunStore

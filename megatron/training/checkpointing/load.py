@@ -26,11 +26,11 @@ from megatron.core.dist_checkpointing.local import (
     load_local,
 )
 from megatron.core.dist_checkpointing.manifest import RERUN_STATE, RNG_STATE
-from megatron.core.dist_checkpointing.mapping import (
+from megatron.core.dist_checkpointing.records import (
     OPTIMIZER_PREFIX,
     LazyPiece,
-    ShardedTensor,
-    ShardedTensors,
+    TensorRecord,
+    TensorRecords,
     replica_groups,
 )
 from megatron.core.dist_checkpointing.serialization import load
@@ -218,7 +218,7 @@ def _loads_optimizer(config: CheckpointConfig, parts: RunParts) -> bool:
     return parts.optimizer is not None and not config.no_load_optim
 
 
-def _wanted_tensors(config: CheckpointConfig, parts: RunParts) -> list[ShardedTensor]:
+def _wanted_tensors(config: CheckpointConfig, parts: RunParts) -> list[TensorRecord]:
     tensors = model_tensors(parts)
     if config.moe_use_upcycling:
         model = get_model_config(parts.model_chunks[0])
@@ -390,7 +390,7 @@ def _load_tensors(
     parts: RunParts,
     folder: Path,
     explanation: str,
-    wanted: ShardedTensors,
+    wanted: TensorRecords,
 ) -> None:
     """Load ``wanted``; the error that they do not fit ends with ``explanation``.  Collective."""
     leave_out = parts.unused
@@ -412,7 +412,7 @@ def _load_tensors(
         raise CheckpointError(f"{error}{explanation}") from None
 
 
-def _discarding(tensor: ShardedTensor) -> ShardedTensor:
+def _discarding(tensor: TensorRecord) -> TensorRecord:
     """Return a record of the same pieces whose values are dropped once they are read.
 
     To load it verifies the same bytes and changes no tensor.

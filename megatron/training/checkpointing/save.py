@@ -14,8 +14,8 @@ from megatron.core.dist_checkpointing.folders import Retention
 from megatron.core.dist_checkpointing.formats import FORMATS, Contents
 from megatron.core.dist_checkpointing.local import save_local
 from megatron.core.dist_checkpointing.manifest import RERUN_STATE, RNG_STATE
-from megatron.core.dist_checkpointing.mapping import SavePlan, ShardedTensor, to_write
 from megatron.core.dist_checkpointing.plain_values import plain
+from megatron.core.dist_checkpointing.records import SavePlan, TensorRecord, to_write
 from megatron.core.dist_checkpointing.serialization import PendingSave, SaveResult, begin, finish
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing.base_model import of_adapters
@@ -113,7 +113,7 @@ def contents_of(
     )
 
 
-def _tensors(config: CheckpointConfig, parts: RunParts, *, padded: bool) -> list[ShardedTensor]:
+def _tensors(config: CheckpointConfig, parts: RunParts, *, padded: bool) -> list[TensorRecord]:
     tensors = model_tensors(parts, padded=padded)
     if parts.base is not None:
         tensors = of_adapters(tensors)

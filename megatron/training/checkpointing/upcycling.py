@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, split
+from megatron.core.dist_checkpointing.records import TensorRecord, split
 from megatron.core.params.param_info import info_of, local_part
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -27,8 +27,8 @@ _NEW = re.compile(r"\.mlp\.(router|shared_experts)\.")
 
 
 def as_dense(
-    tensors: Iterable[ShardedTensor], config: TransformerConfig, granularity: int
-) -> Iterator[ShardedTensor]:
+    tensors: Iterable[TensorRecord], config: TransformerConfig, granularity: int
+) -> Iterator[TensorRecord]:
     """Yield records that load tensors of a dense model into the memory of ``tensors``.
 
     Routers and shared experts get no record: the dense model has none.
@@ -44,8 +44,8 @@ def as_dense(
 
 
 def _part_of_mlp(
-    tensor: ShardedTensor, config: TransformerConfig, part: int, granularity: int
-) -> ShardedTensor:
+    tensor: TensorRecord, config: TransformerConfig, part: int, granularity: int
+) -> TensorRecord:
     """Return the record of an expert's tensor as one part of the dense MLP's inner dimension."""
     if tensor.key.endswith("linear_fc2.bias"):
         return tensor

@@ -20,9 +20,9 @@ from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.formats import FORMATS, Contents
 from megatron.core.dist_checkpointing.hashing import hash_here
 from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
-from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, LazyPiece, ShardedTensor
 from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabulary
 from megatron.core.dist_checkpointing.plain_values import plain
+from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX, LazyPiece, TensorRecord
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.serialization import begin, complete, conclude, write
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
@@ -406,9 +406,9 @@ def _padded(tensor: LazyTensor, rows: int) -> LazyTensor:
     return replace(tensor, shape=shape, make=lambda: F.pad(tensor.make(), behind))
 
 
-def _record(tensor: LazyTensor) -> ShardedTensor:
+def _record(tensor: LazyTensor) -> TensorRecord:
     piece = LazyPiece((0,) * len(tensor.shape), tensor.shape, tensor.make)
-    return ShardedTensor(
+    return TensorRecord(
         key=tensor.name, global_shape=tensor.shape, dtype=tensor.dtype, pieces=(piece,)
     )
 

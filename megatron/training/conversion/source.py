@@ -15,8 +15,8 @@ from megatron.core.config.errors import CheckpointError, ConfigError, MegatronEr
 from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE, Common, Layout
-from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabulary
+from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.models.multimodal.llava_model import IMAGE_TOKEN
 from megatron.training.arguments.parser import build_parser

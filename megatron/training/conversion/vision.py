@@ -19,7 +19,7 @@ from torch import nn
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.formats import open_reader
-from megatron.core.dist_checkpointing.mapping import from_param
+from megatron.core.dist_checkpointing.records import from_param
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.models.mimo import MimoModel
 from megatron.core.params.param_info import info_of

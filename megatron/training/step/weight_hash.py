@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import MegatronError
 from megatron.core.dist_checkpointing.hashing import hash_here, hash_of_all
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
+from megatron.core.dist_checkpointing.records import TensorRecord, to_write
 from megatron.core.dist_checkpointing.validation import shorten
 from megatron.core.parallel.collectives import all_gather_json
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
@@ -61,7 +61,7 @@ def check_replicas(parts: RunParts, iteration: int) -> None:
 
 
 def _differences(
-    tensors: Sequence[ShardedTensor], group: ProcessGroup, rank: int
+    tensors: Sequence[TensorRecord], group: ProcessGroup, rank: int
 ) -> list[tuple[int, str]]:
     """Return this rank and a message for each tensor whose hash is not that of the majority.
 

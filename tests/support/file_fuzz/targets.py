@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
     write_manifest,
 )
-from megatron.core.dist_checkpointing.mapping import ParamInfo, ShardedTensor, from_param
+from megatron.core.dist_checkpointing.records import ParamInfo, TensorRecord, from_param
 from megatron.core.dist_checkpointing.serialization import load, save
 from megatron.training.checkpointing.checkpoint_tensors import rng_state
 from megatron.training.checkpointing.paths import check_common, check_rank_state
@@ -115,7 +115,7 @@ def _make_converted(root: Path, kind: str) -> None:
     shutil.rmtree(root / "packed")
 
 
-def _record(key: str, values: torch.Tensor) -> ShardedTensor:
+def _record(key: str, values: torch.Tensor) -> TensorRecord:
     info = ParamInfo(global_shape=tuple(values.shape))
     return from_param(key, info, values, dtype=values.dtype)
 

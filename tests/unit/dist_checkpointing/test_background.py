@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device
-from megatron.core.dist_checkpointing import background, commit, mapping, serialization
+from megatron.core.dist_checkpointing import background, commit, records, serialization
 from megatron.core.dist_checkpointing.background import (
     BackgroundSave,
     HostBuffer,
@@ -25,16 +25,17 @@ from megatron.core.dist_checkpointing.background import (
 from megatron.core.dist_checkpointing.folders import choose
 from megatron.core.dist_checkpointing.formats import SAFETENSORS_DIST, Contents
 from megatron.core.dist_checkpointing.manifest import MANIFEST
-from megatron.core.dist_checkpointing.mapping import assign_replicas, from_param, to_write
 from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.dist_checkpointing.records import assign_replicas, from_param, to_write
 from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.params.param_info import ParamInfo
 from megatron.training.checkpointing.checkpointer import Checkpointer
 from megatron.training.step import train_step
+from tests.support import tiny_checkpoint
 from tests.support.command_lines import run_of
 from tests.support.small_run import small_run
-from tests.support.tiny_checkpoint import global_tensors, names_in, records, shares
+from tests.support.tiny_checkpoint import global_tensors, names_in, shares
 
 
 def contents(seed: int) -> tuple[Contents, list[torch.Tensor]]:
@@ -43,7 +44,7 @@ def contents(seed: int) -> tuple[Contents, list[torch.Tensor]]:
     wide = torch.randn(64, 33, generator=torch.Generator().manual_seed(seed)).t()
     empty = torch.empty(0, 5)
     tensors = [
-        *records(local, 1, 0),
+        *tiny_checkpoint.records(local, 1, 0),
         from_param("wide", ParamInfo(global_shape=(33, 64)), wide),
         from_param("half", ParamInfo(global_shape=(33, 64)), wide, dtype=torch.bfloat16),
         from_param("empty", ParamInfo(global_shape=(0, 5)), empty),
@@ -249,7 +250,7 @@ def test_a_plan_is_computed_again_only_for_another_structure(tmp_path):
 
     fewer = replace(made, tensors=made.tensors[:-1])
     for iteration, chosen in enumerate((made, made, fewer, made), 1):
-        with mock.patch.object(mapping, "assign_replicas", counting):
+        with mock.patch.object(records, "assign_replicas", counting):
             begun = serialization.begin(tmp_path, iteration, chosen, None, plan=plan)
         assert begun.tensors == to_write(chosen.tensors)
     assert planned == [len(made.tensors), len(fewer.tensors), len(made.tensors)]

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.folders import (
 )
 from megatron.core.dist_checkpointing.formats import FORMATS, Contents
 from megatron.core.dist_checkpointing.manifest import FileEntry
-from megatron.core.dist_checkpointing.mapping import ParamInfo, from_param
+from megatron.core.dist_checkpointing.records import ParamInfo, from_param
 from megatron.core.dist_checkpointing.serialization import SaveFailed, begin, fill, load, save
 from tests.support.tiny_checkpoint import names_in, publish_model, read_all
 

@@ -14,8 +14,8 @@ from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.background import BackgroundSave, HostBuffer
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
 from megatron.core.dist_checkpointing.formats import FORMATS, Contents, open_reader
-from megatron.core.dist_checkpointing.mapping import from_param
 from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.dist_checkpointing.records import from_param
 from megatron.core.dist_checkpointing.serialization import SaveFailed, begin, save
 from megatron.core.params.param_info import ParamInfo
 from tests.support import selection

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing.formats import open_reader
-from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
 from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import (
     DcpFile,
     new_file,
     write_metadata,
 )
 from megatron.core.dist_checkpointing.megatron_formats.reference_values import reference_rng
+from megatron.core.dist_checkpointing.records import Piece, TensorRecord
 from megatron.training.checkpointing.checkpoint_tensors import rng_state
 from tests.support.reference_checkpoints import ITERATION, unpack
 
@@ -217,7 +217,7 @@ def test_padding_of_the_vocabulary_is_left_out_and_another_vocabulary_is_not(
 
     def load(rows: int) -> Tensor:
         out = torch.empty(rows, 2)
-        wanted = ShardedTensor(
+        wanted = TensorRecord(
             key=name, global_shape=(rows, 2), dtype=out.dtype, pieces=(Piece((0, 0), out),)
         )
         with open_reader(folder) as reader:
@@ -427,7 +427,7 @@ def test_padding_as_large_as_that_of_the_run_is_read(tmp_path: Path) -> None:
     stored = torch.randn(256, 5)
     folder = ranks(tmp_path, {"mp_rank_00": {"model": {key: stored}}})
     piece = Piece((0, 0), rows)
-    wanted = ShardedTensor(key=key, global_shape=(100, 5), dtype=rows.dtype, pieces=(piece,))
+    wanted = TensorRecord(key=key, global_shape=(100, 5), dtype=rows.dtype, pieces=(piece,))
     with open_reader(folder) as reader:
         hint = "with --padded-vocab-size 256 if the last 156 rows are padding"
         with pytest.raises(CheckpointError, match=f"has shape .*{hint}"):

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
     write_manifest,
 )
-from megatron.core.dist_checkpointing.mapping import ParamInfo, from_param
+from megatron.core.dist_checkpointing.records import ParamInfo, from_param
 from megatron.core.dist_checkpointing.serialization import save
 from megatron.core.text_files import parse_yaml
 from megatron.training.checkpointing.checkpoint_tensors import rng_state

@@ -17,13 +17,13 @@ from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing import safetensors_file
 from megatron.core.dist_checkpointing.formats import merge_index
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest, write_manifest
-from megatron.core.dist_checkpointing.mapping import (
+from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.dist_checkpointing.records import (
     LazyPiece,
     ParamInfo,
-    ShardedTensor,
+    TensorRecord,
     from_param,
 )
-from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.safetensors_file import (
     DTYPE_NAMES,
     LazyTensor,
@@ -118,7 +118,7 @@ def test_a_tensor_is_made_when_it_is_written_and_not_before(tmp_path):
 
     pieces = {f"t{i}": LazyPiece((0, 0), (3, 4), make) for i in range(3)}
     held = [
-        ShardedTensor(key=key, global_shape=(3, 4), dtype=torch.float32, pieces=(piece,))
+        TensorRecord(key=key, global_shape=(3, 4), dtype=torch.float32, pieces=(piece,))
         for key, piece in pieces.items()
     ]
     found = read_all(publish_ranks(tmp_path, 1, [held]))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.records import TensorRecord
 from megatron.core.inference.fast_linear import use_fast_linears
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.refit import Refit, share_parameters
@@ -32,7 +32,7 @@ PAIRS: dict[str, tuple[int, Layout, Layout, dict[str, Any]]] = {
 }
 
 
-def records(module: nn.Module, groups: ProcessGroupCollection) -> list[ShardedTensor]:
+def records(module: nn.Module, groups: ProcessGroupCollection) -> list[TensorRecord]:
     return model_tensors(RunParts(model_chunks=[module], groups=groups))
 
 

@@ -64,7 +64,6 @@ from megatron.core.dist_checkpointing.manifest import (
     adopt_file,
     write_text,
 )
-from megatron.core.dist_checkpointing.mapping import LazyPiece, Piece, ShardedTensor, split
 from megatron.core.dist_checkpointing.megatron_formats.archive import (
     compact,
     save_archive,
@@ -99,6 +98,7 @@ from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
     rerun_entry,
 )
 from megatron.core.dist_checkpointing.megatron_formats.torch_dist import rng_shard
+from megatron.core.dist_checkpointing.records import LazyPiece, Piece, TensorRecord, split
 from megatron.core.dist_checkpointing.safetensors_file import dtype_name
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 
@@ -180,7 +180,7 @@ def write_metadata(
     return adopt_file(folder / METADATA)
 
 
-_BACKENDS = {
+BACKENDS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
@@ -191,15 +191,19 @@ _SHARDING = "fully_sharded_model_space"
 _MATRIX = re.compile(r"((?:\w+coder|mtp)\.layers\..*\b(?:linear_\w+|\w+_proj))\.weight(?:\.z)?$")
 
 
-_Part = tuple[str, Shape, ShardedTensor]  # key, layer and expert numbers, a tensor of the file
+Part = tuple[str, Shape, TensorRecord]  # key, layer and expert numbers, a tensor of the file
 
 
 def write_tensors(
-    rank_save: RankSave, *, parts_of: Callable[[ShardedTensor, Arguments], Iterator[_Part]]
+    rank_save: RankSave,
+    *,
+    parts_of: Callable[[TensorRecord, Arguments], Iterator[Part]],
+    objects: Mapping[str, object] | None = None,
 ) -> RankReport:
     """Write and fsync the file of one rank.  Not collective.  Raises OSError.
 
     ``parts_of`` returns the tensors of the format that a tensor of this project becomes.
+    ``objects`` are written too, and the places of each are in the report.
     """
     report = RankReport(objects=dict(rank_save.contents.rank_state or {}))
     arguments = rank_save.arguments
@@ -214,15 +218,18 @@ def write_tensors(
                     "pieces": [],
                     "cut": list(tensor.sharding) if tensor.is_flat else None,
                     "num_stacked": len(stack),
+                    "counts": list(tensor.stacked),
                 },
             )
             for offset, shape, piece in _boxes(tensor):
                 values = piece.data.to(tensor.dtype).reshape((1,) * len(stack) + shape)
                 entry["pieces"].append(file.add_box((*stack, *offset), values))
+        for key, value in (objects or {}).items():
+            report.objects[key] = file.add([value])
     return report
 
 
-def _boxes(tensor: ShardedTensor) -> Iterator[tuple[Shape, Shape, Piece | LazyPiece]]:
+def _boxes(tensor: TensorRecord) -> Iterator[tuple[Shape, Shape, Piece | LazyPiece]]:
     """Yield offset, shape and values of the boxes; of a flat tensor for its shape in the file.
 
     That is [X/x, Y/y, x*y] for a tensor [X, Y] with shards [x, y].
@@ -246,30 +253,10 @@ def write_common_stacked(
     folder: Path, reports: Sequence[RankReport], common: Common
 ) -> FileEntries:
     """Write and fsync the values common to all ranks: ``.metadata``, common.pt, metadata.json."""
-    tensors = merge_tensors(report.tensors for report in reports)
-    objects: dict[str, JsonObject] = {}
-    unflattened: dict[str, list[int]] = {}
     files: FileEntries = {}
     layout = layout_of(common["args"])
     with new_file(folder, len(reports), common["iteration"], files) as extra:
-        for key, entry in tensors.items():
-            counts = [
-                1 + max(piece["offset"][dim] for piece in entry["pieces"])
-                for dim in range(entry["num_stacked"])
-            ]
-            own = entry["shape"]
-            entry["shape"] = [*counts, *own]
-            if found := _MATRIX.match(key):
-                counts_text = ".".join(map(str, counts or [1]))
-                for place in product(*map(range, counts or [1])):
-                    shard = f"_extra_state/shard_{'.'.join(map(str, place))}_{counts_text}"
-                    objects[f"{found[1]}.{shard}"] = extra.add([None])
-            if entry["cut"] is not None:  # see `_boxes`
-                dim, num_shards = entry["cut"]
-                unflattened[key] = entry["shape"]
-                grid = [num_shards if d == dim else 1 for d in range(len(own))]
-                entry["shape"] = [*counts, *grid, prod(own) // num_shards]
-            check_written_once(key, entry)
+        tensors, objects, unflattened = merge_stacked(reports, extra)
         for rank, report in enumerate(reports if layout else ()):
             key, at = rng_shard(layout, rank)
             if RNG_STATE in report.objects and not (at["dp"] or at["cp"]):
@@ -277,18 +264,50 @@ def write_common_stacked(
     values = reference_values(common) | rerun_entry(report.objects for report in reports)
     content: StateDict = {"chained_optim_avoid_prefix": True, "singleton_local_shards": False}
     if common.get("optimizer") is not None:
-        values["optimizer"] = _optimizer(common)
+        values["optimizer"] = optimizer_entry(common)
         if is_distributed(common):
             content["distrib_optim_sharding_type"] = _SHARDING
     return {
         **files,
         METADATA: write_metadata(folder, tensors, objects, unflattened=unflattened),
         COMMON_FILE: save_archive(folder / COMMON_FILE, {**values, "content_metadata": content}),
-        MANIFEST: write_text(folder / MANIFEST, json.dumps(_BACKENDS)),
+        MANIFEST: write_text(folder / MANIFEST, json.dumps(BACKENDS)),
     }
 
 
-def _optimizer(common: Common) -> Mapping[int, StateDict] | StateDict:
+def merge_stacked(
+    reports: Sequence[RankReport], extra: DcpFile
+) -> tuple[TensorEntries, dict[str, JsonObject], dict[str, list[int]]]:
+    """Return the entries of all tensors, of empty extra states, and shapes before flattening.
+
+    Writes the extra states that Megatron-LM expects of matrices to ``extra``.
+    """
+    tensors = merge_tensors(report.tensors for report in reports)
+    objects: dict[str, JsonObject] = {}
+    unflattened: dict[str, list[int]] = {}
+    for key, entry in tensors.items():
+        counts = entry["counts"] or [
+            1 + max(piece["offset"][dim] for piece in entry["pieces"])
+            for dim in range(entry["num_stacked"])
+        ]
+        cut, own = entry["cut"], entry["shape"]
+        entry["shape"] = [*counts, *own]
+        if found := _MATRIX.match(key):
+            lead = counts or [1]
+            counts_text = ".".join(map(str, lead))
+            for place in product(*map(range, lead)):
+                shard = f"_extra_state/shard_{'.'.join(map(str, place))}_{counts_text}"
+                objects[f"{found[1]}.{shard}"] = extra.add([None])
+        if cut is not None:  # see `_boxes`
+            dim, num_shards = cut
+            unflattened[key] = entry["shape"]
+            grid = [num_shards if d == dim else 1 for d in range(len(own))]
+            entry["shape"] = [*counts, *grid, prod(own) // num_shards]
+        check_written_once(key, entry)
+    return tensors, objects, unflattened
+
+
+def optimizer_entry(common: Common) -> Mapping[int, StateDict] | StateDict:
     """Return the optimizer's entry; two, by number, if experts have a separate optimizer."""
     if has_two_optimizers(common):
         return {n: _one_optimizer(common, is_expert=bool(n)) for n in range(2)}
@@ -306,7 +325,7 @@ def _one_optimizer(common: Common, *, is_expert: bool | None = None) -> StateDic
     return {"optimizer": inner, **grad_scaler(common)} if is_half(common) else inner
 
 
-def _stacked_parts(whole: ShardedTensor, arguments: Arguments) -> Iterator[_Part]:
+def stacked_parts(whole: TensorRecord, arguments: Arguments) -> Iterator[Part]:
     """Yield the tensor, or one for each block of a mixer tensor."""
     parts = [whole]
     if blocks := blocks_of(split_state(whole.key)[1], arguments):
@@ -347,8 +366,8 @@ class _Stored:
 
 
 def _state_dict_parts(
-    whole: ShardedTensor, arguments: Arguments, *, in_halves: bool
-) -> Iterator[_Part]:
+    whole: TensorRecord, arguments: Arguments, *, in_halves: bool
+) -> Iterator[Part]:
     """Yield the tensor, or with ``in_halves`` the halves of a gated MLP: ``_w`` and ``_v``."""
     parts = {"": whole}
     if in_halves and sharding_of(split_state(whole.key)[1], arguments).blocks == (1, 1):
@@ -445,7 +464,7 @@ _KINDS = {
 
 TORCH_DIST = Format(
     "torch_dist",
-    partial(write_tensors, parts_of=_stacked_parts),
+    partial(write_tensors, parts_of=stacked_parts),
     write_common_stacked,
     is_foreign=True,
 )

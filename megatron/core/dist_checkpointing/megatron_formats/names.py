@@ -115,12 +115,20 @@ def fused_name(name: str, arguments: Arguments) -> str:
 
     A norm before several matrices, or before a router, is not fused and keeps its name.
     """
-    is_latent = bool(arguments.get("multi_latent_attention"))
     layer = split_layer(name)
     last = int(arguments.get("num_layers") or 1) - 1
     number = layer[1] if layer else last  # MTP: as the last layer
+    return with_fused_norms(
+        name,
+        is_latent=bool(arguments.get("multi_latent_attention")),
+        has_experts=stored_layer_has_experts(number, arguments),
+    )
+
+
+def with_fused_norms(name: str, *, is_latent: bool, has_experts: bool) -> str:
+    """Return the Transformer Engine name of a tensor of a layer with such parts."""
     rules = [_LATENT if is_latent else _INPUT, _MIXER]
-    if not stored_layer_has_experts(number, arguments):
+    if not has_experts:
         rules.append(_MLP)
     for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
@@ -172,6 +180,12 @@ def blocks_of(name: str, arguments: Arguments) -> dict[str, int]:
     heads = int(arguments.get("mamba_num_heads") or 2 * int(arguments["hidden_size"]) // width)
     rows = {"z": heads * width, "x": heads * width, "B": of_states, "C": of_states, "dt": heads}
     return {block: rows[block] for block in _BLOCKS[tail]}
+
+
+def block_names(name: str, count: int) -> list[str]:
+    """Return the names of the ``count`` blocks of a tensor."""
+    found = next((blocks for tail, blocks in _BLOCKS.items() if name.endswith(tail)), ())
+    return list(found) if len(found) == count else [f"block_{i}" for i in range(count)]
 
 
 def split_block(name: str) -> tuple[str, str]:

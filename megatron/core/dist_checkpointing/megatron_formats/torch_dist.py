@@ -95,7 +95,7 @@ class TorchDistReader(ForeignReader):
             for key, tensor in self._index.tensors.items():
                 if _BUCKET.fullmatch(key):
                     continue
-                for name, piece in _pieces(key, tensor, self.args):
+                for name, piece in pieces_of(key, tensor, self.args):
                     self._add(name, tensor.dtype, piece)
             self._add_gathered()
             self._finish()
@@ -159,7 +159,7 @@ def rng_shard(layout: Layout, rank: int) -> tuple[str, dict[str, int]]:
     return f"{RNG_STATE}/shard_{at['pp']}.{at['tp']}_{sizes['pp']}.{sizes['tp']}", at
 
 
-def _pieces(
+def pieces_of(
     key: str, tensor: DcpTensor, arguments: Arguments
 ) -> Iterator[tuple[str, ForeignPiece]]:
     """Yield the boxes of a stored tensor with our keys, one per layer and expert."""
@@ -174,7 +174,7 @@ def _pieces(
         blocks = blocks_of(name, arguments)
         first = sum(list(blocks.values())[: list(blocks).index(block)])
     for chunk in tensor.chunks:
-        for box in _boxes(tensor, chunk):
+        for box in boxes_of(tensor, chunk):
             offset = box.offset
             if first:
                 offset = (*offset[:dims], offset[dims] + first, *offset[dims + 1 :])
@@ -205,7 +205,7 @@ def _fill_placeholders(pattern: str, numbers: Iterable[int]) -> str:
     return first + "".join(f"{number}{text}" for number, text in zip(numbers, others, strict=True))
 
 
-def _boxes(tensor: DcpTensor, chunk: ForeignPiece) -> Iterator[ForeignPiece]:
+def boxes_of(tensor: DcpTensor, chunk: ForeignPiece) -> Iterator[ForeignPiece]:
     """Yield the boxes of the original (unflattened) tensor that a chunk contains."""
     if tensor.unflattened is None:
         yield chunk
@@ -343,7 +343,7 @@ class TorchDcpReader(ForeignReader):
 
     def _add_tensor(self, prefix: str, name: str, tensor: DcpTensor) -> None:
         key = prefix + re.sub(r"^(module\.)+", "", name)
-        for our_key, piece in _pieces(key, tensor, self.args):
+        for our_key, piece in pieces_of(key, tensor, self.args):
             self._add(our_key, tensor.dtype, piece)
 
 

@@ -19,6 +19,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, replace_prefix_for_sharding
+from megatron.core.dist_checkpointing.module_state import sharded_state_dict_default
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, set_info
@@ -119,6 +121,22 @@ class Experts(MegatronModule):
         if config.moe_grouped_gemm and hasattr(self._in_order[0].linear_fc1, "product_of_all"):
             for name, own in self._matrices().items():
                 self._products[name] = own[0].product_of_all(own)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> ShardedStateDict:
+        """Return the entries of `ShardedModule`; tensors of all experts are stacked."""
+        is_apart = (metadata or {}).get("singleton_local_shards")
+        total, axis = self.config.num_moe_experts, len(sharded_offsets)
+        entries: ShardedStateDict = {}
+        for number, expert in self.local_experts.items():
+            name = f"{prefix}local_experts.{number}."
+            place = () if is_apart else ((axis, int(number), total),)
+            mine = sharded_state_dict_default(expert, name, (*sharded_offsets, *place), metadata)
+            shared = f"{prefix}experts.{number}." if is_apart else f"{prefix}experts."
+            replace_prefix_for_sharding(mine, name, shared)
+            entries |= mine
+        return entries
 
     def _linears(self, name: str) -> list[Any]:
         return [getattr(expert, name) for expert in self._in_order]

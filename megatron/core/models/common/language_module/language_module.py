@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.fusions.rope import RotaryTable
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (
@@ -167,6 +168,16 @@ class LanguageModule(MegatronModule):
             rename["output_layer.weight"] = "embedding.word_embeddings.weight"
         name_parameters(self, rename)
         self.fill_parameters()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> ShardedStateDict:
+        """Return the entries of `ShardedModule`; a tied output weight is the embedding's copy."""
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        output = entries.get(f"{prefix}output_layer.weight")
+        if self.share_embeddings_and_output_weights and output is not None:
+            output.key = f"{prefix}embedding.word_embeddings.weight"
+        return entries
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
         """Return the word embedding, or on the last stage its copy or the output weight."""

@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import mapping
-from megatron.core.dist_checkpointing.mapping import (
+from megatron.core.dist_checkpointing.records import (
     Replica,
-    ShardedTensor,
+    TensorRecord,
     from_param,
     to_write,
 )
@@ -27,7 +26,7 @@ from tests.support.tiny_checkpoint import (
 )
 
 
-def paste(target: torch.Tensor, record: ShardedTensor) -> torch.Tensor:
+def paste(target: torch.Tensor, record: TensorRecord) -> torch.Tensor:
     """Write the pieces of ``record`` where they belong; each place must still be NaN."""
     for piece in record.pieces:
         box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))
@@ -86,11 +85,11 @@ def test_flat_ranges_of_all_owners_make_the_whole_tensor(seed):
 def test_every_record_has_one_writer_among_its_replicas(share_work):
     count = 3
 
-    def held_by(index: int) -> list[ShardedTensor]:
+    def held_by(index: int) -> list[TensorRecord]:
         return [
             from_param(
                 f"p{i}",
-                mapping.ParamInfo(global_shape=(size,)),
+                param_info.ParamInfo(global_shape=(size,)),
                 torch.zeros(size),
                 Replica(index, count, "dp"),
             )
@@ -109,5 +108,5 @@ def test_every_record_has_one_writer_among_its_replicas(share_work):
 
 
 def test_what_another_rank_always_writes_is_left_out():
-    record = from_param("p", mapping.ParamInfo(global_shape=(2,)), torch.zeros(2), None)
+    record = from_param("p", param_info.ParamInfo(global_shape=(2,)), torch.zeros(2), None)
     assert to_write([record]) == []

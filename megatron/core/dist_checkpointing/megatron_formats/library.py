@@ -1,0 +1,235 @@
+"""Sharded state dicts in format torch_dist, and checkpoints of the application under their keys.
+
+Entries of sharded state dicts have Megatron Core's keys, so they are written as they are; a
+flattened range becomes a range of a row of ``[layers.., shards.., elements]``, as torch_dist has
+it.  What the application saved in another format is shown under Megatron Core's keys.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import Arguments, JsonObject, Nested, StateDict, Unpickled
+from megatron.core.dist_checkpointing.formats import RankReport, RankSave, open_reader
+from megatron.core.dist_checkpointing.library_files import (
+    COMMON_TENSOR,
+    LibraryReader,
+    SafetensorsFiles,
+    StateDictFormat,
+)
+from megatron.core.dist_checkpointing.manifest import (
+    COMMON_FILE,
+    MANIFEST,
+    METADATA,
+    parsing,
+    write_text,
+)
+from megatron.core.dist_checkpointing.megatron_formats.archive import (
+    StoredArray,
+    load_archive,
+    save_archive,
+)
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import (
+    DcpIndex,
+    DcpTensor,
+    ForeignPiece,
+)
+from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import (
+    BACKENDS,
+    Part,
+    merge_stacked,
+    new_file,
+    optimizer_entry,
+    stacked_parts,
+    write_metadata,
+    write_tensors,
+)
+from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import ForeignReader, span_of
+from megatron.core.dist_checkpointing.megatron_formats.reference_values import reference_values
+from megatron.core.dist_checkpointing.megatron_formats.torch_dist import boxes_of, pieces_of
+from megatron.core.dist_checkpointing.megatron_formats.unpickler import Record
+from megatron.core.dist_checkpointing.reader import Box, CheckpointReader, StoredBox, StoredTensor
+from megatron.core.dist_checkpointing.records import LazyPiece, Piece, TensorRecord
+
+
+def write_rank(rank_save: RankSave, objects: StateDict, common: StateDict | None) -> RankReport:
+    """Write and fsync the file of one rank.  Not collective.  Raises OSError."""
+    del common  # rank 0 writes it at the end
+    return write_tensors(rank_save, parts_of=_as_they_are, objects=objects)
+
+
+def _as_they_are(whole: TensorRecord, arguments: Arguments) -> Iterator[Part]:
+    """Yield the tensor, or what it has of one layer and expert if these are stacked."""
+    del arguments
+    lead = len(whole.stacked)
+    pieces = tuple(Piece(p.offset[lead:], p.data[(0,) * lead]) for p in whole.pieces)
+    if pieces:
+        shape = whole.global_shape[lead:]
+        place = whole.pieces[0].offset[:lead]
+        yield whole.key, place, replace(whole, global_shape=shape, pieces=pieces)
+
+
+def complete(folder: Path, reports: Sequence[RankReport], common: StateDict) -> None:
+    """Write and fsync the values common to all ranks and, last, ``metadata.json``."""
+    stored = {key: place for report in reports for key, place in report.objects.items()}
+    with new_file(folder, len(reports), 0, {}) as extra:
+        tensors, empty, unflattened = merge_stacked(reports, extra)
+    write_metadata(folder, tensors, empty | stored, unflattened=unflattened)
+    save_archive(folder / COMMON_FILE, common)
+    write_text(folder / MANIFEST, json.dumps(BACKENDS))
+
+
+class TorchDistFiles(ForeignReader, LibraryReader):
+    """Reader of format torch_dist under the keys of its files."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.values = load_archive(self._map(folder / COMMON_FILE))
+        self._index = DcpIndex(folder, self._map)
+        self.objects = frozenset(self._index.objects)
+        with parsing(folder / METADATA):
+            for key, tensor in self._index.tensors.items():
+                boxes = tuple(box for chunk in tensor.chunks for box in boxes_of(tensor, chunk))
+                shape = tensor.unflattened or tensor.shape
+                self.tensors[key] = StoredTensor(shape, tensor.dtype, boxes)
+
+    def state(self) -> StateDict:
+        """Return the common values."""
+        values: StateDict = _plain(self.values)
+        return values
+
+    def object(self, key: str) -> Nested:
+        """Return the object with this unique key."""
+        with parsing(self.folder):
+            (value,) = self._index.load(key)  # every object is stored in a list
+            return _plain(value)
+
+    def _rng_state(self, rank: int) -> None:
+        return None
+
+
+def _plain(value: Unpickled) -> Nested:
+    """Return an unpickled value with tensors, and namespaces of the class that wrote them."""
+    if isinstance(value, StoredArray):
+        return value.read()
+    if isinstance(value, Record):
+        values = {name: _plain(entry) for name, entry in vars(value).items()}
+        return Namespace(**values) if type(value).__name__.endswith("Namespace") else value
+    if isinstance(value, dict):
+        return {_plain(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(_plain(entry) for entry in value)
+    return value
+
+
+@dataclass(frozen=True)
+class _Values(StoredBox):
+    """A box whose values a record computes."""
+
+    piece: Piece | LazyPiece
+
+
+class ApplicationFiles(ForeignReader, LibraryReader):
+    """A checkpoint of the application, under Megatron Core's keys.
+
+    A tensor is read completely for each box of it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._reader = reader = open_reader(folder)
+        self._common = reader.common()
+        boxes: dict[str, list[_Values]] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for key, stored in reader.tensors.items():
+            lazy = LazyPiece((0,) * len(stored.shape), stored.shape, partial(reader.read, key))
+            record = TensorRecord(
+                key=key, global_shape=stored.shape, dtype=stored.dtype, pieces=(lazy,)
+            )
+            for name, place, part in stacked_parts(record, self._common.get("args", {})):
+                dtypes[name] = stored.dtype
+                for piece in part.pieces:
+                    shape = (1,) * len(place) + piece.shape
+                    boxes.setdefault(name, []).append(
+                        _Values((*place, *piece.offset), shape, piece)
+                    )
+        for name, found in boxes.items():
+            self.tensors[name] = StoredTensor(span_of(found), dtypes[name], tuple(found))
+
+    def state(self) -> StateDict:
+        """Return the common values in Megatron-LM's form."""
+        values = reference_values(self._common)
+        if self._common.get("optimizer") is not None:
+            values["optimizer"] = optimizer_entry(self._common)
+        return values
+
+    def object(self, key: str) -> Nested:
+        """Raise CheckpointError: the application saves no objects of this kind."""
+        raise CheckpointError(f"{self.folder} holds no object {key}")
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _rng_state(self, rank: int) -> None:
+        return None
+
+    def _read_piece(self, key: str, piece: StoredBox, box: Box, target: Tensor) -> None:
+        assert isinstance(piece, _Values)
+        target.copy_(piece.piece.data.view(piece.shape)[box])
+
+
+class LibraryFiles(ForeignReader):
+    """A sharded state dict in our own format, as the application's reader shows it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._reader = reader = SafetensorsFiles(folder)
+        self.values = reader.state()
+        for key, stored in reader.tensors.items():
+            if key.startswith(COMMON_TENSOR):
+                continue
+            chunks = [
+                ForeignPiece(p.offset, p.shape, partial(_array, reader, key, p))
+                for p in stored.pieces
+            ]
+            tensor = DcpTensor(stored.dtype, stored.shape, tuple(chunks), None)
+            for name, piece in pieces_of(key, tensor, self.args):
+                self._add(name, stored.dtype, piece)
+        self._finish()
+        self.manifest = reader.manifest
+
+    def common(self) -> JsonObject:
+        """Return the values of a run, if the state dict has them as Megatron-LM's does."""
+        is_run = {"args", "iteration"} <= self.values.keys()
+        return super().common() if is_run else self._reader.common()
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _rng_state(self, rank: int) -> None:
+        return None
+
+
+def _array(reader: CheckpointReader, key: str, piece: StoredBox) -> StoredArray:
+    """Return a box of a tensor; each use of its elements reads it."""
+    dtype = reader.tensors[key].dtype
+
+    def elements(first: int, count: int) -> Tensor:
+        values = torch.empty(piece.shape, dtype=dtype)
+        reader.read_box(key, piece.offset, values)
+        return values.reshape(-1)[first : first + count]
+
+    return StoredArray(torch.empty(piece.shape, dtype=dtype, device="meta"), elements)
+
+
+TORCH_DIST_STATE = StateDictFormat(write_rank, complete, TorchDistFiles)
+OF_APPLICATION = StateDictFormat(write_rank, complete, ApplicationFiles)
