@@ -2,19 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
+
+import torch
 
 from megatron.core.config import flag_messages
-from megatron.core.config.option import option
+from megatron.core.config.option import CheckedConfig, library_field, option
 
 _training = partial(option, group="training")
 _distributed = partial(option, group="distributed")
 _moe = partial(option, group="moe")
+_OF_TE = "it selects a path of Transformer Engine; results do not depend on it"
+_OWN_CHOICE = "this version makes this choice itself; results do not depend on it"
+_OF_WRAPPER = "the data-parallel wrapper starts its reductions and gathers itself"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelParallelConfig:
+@dataclass(kw_only=True)
+class _LibraryFields(CheckedConfig):
+    """Fields of Megatron Core that no flag sets."""
+
+    virtual_pipeline_model_parallel_size: int | None = None
+    fp16: bool = False
+    bf16: bool = False
+    params_dtype: torch.dtype = torch.float32
+    pipeline_dtype: torch.dtype | None = None
+    # `get_forward_backward_func` uses these four, if its caller passes no hooks.
+    timers: Any = None
+    barrier_with_L1_time: bool = True
+    grad_scale_func: Callable[..., Any] | None = None
+    finalize_model_grads_func: Callable[..., Any] | None = None
+    variable_seq_lengths: bool = False
+
+    no_sync_func: Any = library_field(None, _OF_WRAPPER)
+    grad_sync_func: Any = library_field(None, _OF_WRAPPER)
+    param_sync_func: Any = library_field(None, _OF_WRAPPER)
+    enable_autocast: bool = library_field(
+        False, "use bf16 or fp16 instead of autocast", refused=True
+    )
+    autocast_dtype: torch.dtype | None = library_field(None, "it only adjusts enable_autocast")
+    num_microbatches_with_partial_activation_checkpoints: int | None = library_field(
+        None, "recomputation covers all micro-batches; results do not depend on it"
+    )
+    moe_extended_tp: bool = library_field(False, "use expert_tensor_parallel_size", refused=True)
+    use_te_rng_tracker: bool = library_field(False, _OF_TE)
+    tp_comm_atomic_ag: bool = library_field(False, _OF_TE)
+    tp_comm_atomic_rs: bool = library_field(False, _OF_TE)
+    tp_comm_overlap_disable_qkv: bool = library_field(False, _OF_TE)
+    tp_comm_overlap_disable_fc1: bool = library_field(False, _OF_TE)
+    batch_p2p_comm: bool = library_field(True, _OWN_CHOICE)
+    batch_p2p_sync: bool = library_field(True, _OWN_CHOICE)
+    deallocate_pipeline_outputs: bool = library_field(False, _OWN_CHOICE)
+    _cpu_offloading_context: Any = library_field(None, _OWN_CHOICE)
+    cpu_offloading_activations: bool = True
+    cpu_offloading_weights: bool = library_field(True, "cpu_offloading does not offload weights")
+    cpu_offloading_double_buffering: bool = library_field(False, _OWN_CHOICE)
+
+
+@dataclass(kw_only=True)
+class ModelParallelConfig(_LibraryFields):
     """Configuration of model parallelism: sizes, pipeline schedule and communication."""
 
     clone_scatter_output_in_embedding: bool = _training(
@@ -67,17 +115,19 @@ class ModelParallelConfig:
         False, "Use deterministic operations only, so that repeated runs are bitwise identical."
     )
     async_tensor_model_parallel_allreduce: bool = _training(
-        True,
+        False,
         "Do not overlap the all-reduce of input gradients with weight gradients.",
         ignored=flag_messages.OLD_SPELLING,
+        default=True,
     )
     sequence_parallel: bool = _training(
         False,
         "Shard hidden states along the sequence over tensor-parallel ranks, outside of the GEMMs.",
     )
     gradient_accumulation_fusion: bool = _training(
-        True,
+        False,
         "Do not accumulate weight gradients into the gradient buffer inside the GEMM.",
+        default=True,
     )
     tp_comm_split_ag: bool = _training(
         True, "Alias of --disable-tp-comm-overlap-ag.", flag="--disable-tp-comm-split-ag"
@@ -90,6 +140,23 @@ class ModelParallelConfig:
         "Backend of pipeline communication.",
         choices=("nccl", "ucc"),
         ignored="stages communicate through --distributed-backend, like all groups",
+    )
+    cpu_offloading: bool = _training(
+        False,
+        "Offload the activations of the first --cpu-offloading-num-layers layers to host "
+        "memory until backward.",
+    )
+    cpu_offloading_num_layers: int = _training(
+        0, "Number of layers per stage that --cpu-offloading offloads."
+    )
+    cross_entropy_loss_fusion: bool = _training(
+        False, "Use a fused cross-entropy loss.", ignored=flag_messages.NO_KERNEL
+    )
+    cross_entropy_fusion_impl: str = _training(
+        "native",
+        "Implementation of --cross-entropy-loss-fusion.",
+        choices=("native", "te"),
+        ignored=flag_messages.NO_KERNEL,
     )
     perform_initialization: bool = option(
         True,
@@ -108,11 +175,17 @@ class ModelParallelConfig:
         "Number of pipeline stages, counted from the first, for T5's encoder; the others "
         "hold its decoder.",
     )
-    decoder_first_pipeline_num_layers: int | None = _distributed(
-        None, "Number of layers on the first pipeline rank."
+    num_layers_in_first_pipeline_stage: int | None = _distributed(
+        None,
+        "Number of layers on the first pipeline rank.",
+        flag="--decoder-first-pipeline-num-layers",
+        dest="decoder_first_pipeline_num_layers",
     )
-    decoder_last_pipeline_num_layers: int | None = _distributed(
-        None, "Number of layers on the last pipeline rank."
+    num_layers_in_last_pipeline_stage: int | None = _distributed(
+        None,
+        "Number of layers on the last pipeline rank.",
+        flag="--decoder-last-pipeline-num-layers",
+        dest="decoder_last_pipeline_num_layers",
     )
     pipeline_model_parallel_layout: str | None = _distributed(
         None,
@@ -145,9 +218,10 @@ class ModelParallelConfig:
         flag="--microbatch-group-size-per-virtual-pipeline-stage",
     )
     overlap_p2p_comm: bool = _distributed(
-        True,
+        False,
         "Do not overlap pipeline send/receive with computation.",
         flag="--no-overlap-p2p-communication",
+        default=True,
     )
     overlap_p2p_comm_warmup_flush: bool = _distributed(
         False,
@@ -181,11 +255,12 @@ class ModelParallelConfig:
     context_parallel_size: int = _distributed(
         1, "Context-parallel size: ranks that each sequence is sharded over.", at_least=1
     )
-    cp_comm_type: tuple[str, ...] = _distributed(
-        ("p2p",),
+    cp_comm_type: str | Sequence[str] | None = _distributed(
+        None,
         "Communication of context parallelism: p2p (ring), a2a (all-to-all), allgather (also "
         "all_gather) or a2a+p2p; one for all layers or one per layer.",
         nargs="+",
+        default=("p2p",),
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = _distributed(
         None,
@@ -211,3 +286,22 @@ class ModelParallelConfig:
         "Compute weight gradients separately from input gradients, for more overlap; needs "
         "--overlap-moe-expert-parallel-comm.",
     )
+
+    @property
+    def cp_comm_types(self) -> tuple[str, ...]:
+        """Communication of context parallelism: one for all layers or one per layer."""
+        types = as_tuple(self.cp_comm_type or "p2p")
+        return tuple("allgather" if name == "all_gather" else name for name in types)
+
+    def derive(self) -> None:
+        """Fill in values that depend on other fields."""
+        super().derive()
+        if self.expert_tensor_parallel_size is None:
+            self.expert_tensor_parallel_size = self.tensor_model_parallel_size
+        if self.autocast_dtype is None:
+            self.autocast_dtype = self.params_dtype
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """Return ``value`` as a tuple, which projects may set to one value or to a list."""
+    return tuple(value) if isinstance(value, list | tuple) else (value,)

@@ -77,7 +77,7 @@ def print_attention_backends(config: RunConfig) -> None:
     model = config.model
     if all(layer.attention == NO_OP for layer in layers_of(config)):
         return
-    kinds = dict.fromkeys(model.cp_comm_type) if model.context_parallel_size > 1 else ("",)
+    kinds = dict.fromkeys(model.cp_comm_types) if model.context_parallel_size > 1 else ("",)
     if _engine_computes(config):
         print_rank_0(
             "attention: Transformer Engine; PyTorch computes calls that it does not support:"

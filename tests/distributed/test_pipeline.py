@@ -246,7 +246,7 @@ LAYOUTS = {
             ("recompute_num_layers", 1),
         ),
     ),
-    "pp3-uneven": Layout(pp=3, model=(("decoder_first_pipeline_num_layers", 2),)),
+    "pp3-uneven": Layout(pp=3, model=(("num_layers_in_first_pipeline_stage", 2),)),
     "pp2-vpp2-layout": Layout(
         pp=2, chunks=2, model=(("pipeline_model_parallel_layout", "E|t*5||t*3L"),)
     ),

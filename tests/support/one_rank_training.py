@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,
@@ -19,18 +20,13 @@ from megatron.core.parallel.process_groups_config import (
 )
 
 
-@dataclass(frozen=True)
-class ModelConfig:
+@dataclass(kw_only=True)
+class ModelConfig(ModelParallelConfig):
     """What wrapper and schedule read of a model's configuration."""
 
     calculate_per_token_loss: bool = False
-    gradient_accumulation_fusion: bool = True
-    deterministic_mode: bool = False
-    overlap_moe_expert_parallel_comm: bool = False
-    delay_wgrad_compute: bool = False
-    sequence_parallel: bool = False
-    encoder_pipeline_model_parallel_size: int = 0
     fp32_residual_connection: bool = True
+    gradient_accumulation_fusion: bool = True
     overlap_p2p_comm: bool = True
 
 

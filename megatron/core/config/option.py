@@ -1,20 +1,28 @@
 """Declare a command-line flag on the dataclass field that it sets.
 
 ``option()`` attaches plain data to a field and does not use argparse, so that the library can call
-it.  ``megatron.training.arguments`` builds the parser from this data, and frozen configurations
-from a parsed namespace.  A flag has one of three states: implemented (the default), ``refused`` (it
-stops the run with an error message) or ``ignored`` (it prints one warning).
+it.  ``megatron.training.arguments`` builds the parser from this data, and configurations from a
+parsed namespace.  A flag has one of three states: implemented (the default), ``refused`` (it stops
+the run with an error message) or ``ignored`` (it prints one warning).  `library_field` declares a
+field of Megatron Core that is not a flag.
+
+This repository never assigns to a field of a config: ``dataclasses.replace`` makes a changed copy.
+Projects that use the library do; `CheckedConfig` checks their values.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
+from megatron.core.config.errors import ConfigError
+
 _KEY = "option"
+_LIBRARY_KEY = "library"
+_IS_CHECKED = "_is_checked"
 SAME = object()  # the command line's default is the field's default
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -71,7 +79,7 @@ def flag_of(f: dataclasses.Field[object], opt: Option) -> str:
     if opt.flag is not None:
         return opt.flag
     stem = f.name.replace("_", "-")
-    return f"--no-{stem}" if f.default is True else f"--{stem}"
+    return f"--no-{stem}" if cli_default(f, opt) is True else f"--{stem}"
 
 
 def dest_of(f: dataclasses.Field[object], opt: Option) -> str:
@@ -82,3 +90,105 @@ def dest_of(f: dataclasses.Field[object], opt: Option) -> str:
 def cli_default(f: dataclasses.Field[object], opt: Option) -> object:
     """Return the value in the parsed namespace if the flag is not given."""
     return f.default if opt.default is SAME else opt.default
+
+
+@dataclass(frozen=True)
+class LibraryField:
+    """Field of Megatron Core without a flag, and without effect in this project."""
+
+    reason: str  # why it has no effect, or why other values than the default are refused
+    is_refused: bool
+
+
+def library_field(value: object, reason: str, /, *, refused: bool = False) -> Any:
+    """Return a dataclass field that projects may set; ``refused``: to its default ``value`` only.
+
+    Refused are fields whose other values would change results.
+    """
+    return field(default=value, metadata={_LIBRARY_KEY: LibraryField(reason, refused)})
+
+
+@cache
+def library_fields_of(config_class: type) -> list[tuple[dataclasses.Field[object], LibraryField]]:
+    """Return the fields of ``config_class`` that have no effect."""
+    known = ((f, f.metadata.get(_LIBRARY_KEY)) for f in fields(config_class))
+    return [(f, entry) for f, entry in known if entry is not None]
+
+
+class CheckedConfig:
+    """Base of the config dataclasses, whose values are checked.
+
+    Construction derives values and checks all.  A value that is assigned later is checked at once
+    by its own field; how it fits the others is checked when the config is used (`check`).
+    """
+
+    @classmethod
+    def unchecked(cls, **values: Any) -> Any:
+        """Construct a config whose values the caller checks, to report all problems at once."""
+        config = cls.__new__(cls)
+        vars(config)[_IS_CHECKED] = None
+        config.__init__(**values)  # type: ignore[misc]
+        return config
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__hash__" not in vars(cls):  # which dataclass() would set to None
+            cls.__hash__ = CheckedConfig.__hash__  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        self.derive()
+        if _IS_CHECKED in vars(self):
+            vars(self)[_IS_CHECKED] = True
+        else:
+            self.check()
+
+    def derive(self) -> None:
+        """Fill in values that depend on other fields."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield an error message for each combination of values that is not possible."""
+        yield from ()
+
+    def check(self) -> None:
+        """Raise ConfigError if values contradict each other; again only after an assignment."""
+        if not vars(self).get(_IS_CHECKED):
+            own = [problem_of_value(f, getattr(self, f.name)) for f in fields(self)]  # type: ignore
+            if problems := [*filter(None, own), *self.problems()]:
+                raise ConfigError("; ".join(problems))
+            vars(self)[_IS_CHECKED] = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if vars(self).get(_IS_CHECKED) is not None:
+            f = getattr(type(self), "__dataclass_fields__", {}).get(name)
+            if f is not None and (problem := problem_of_value(f, value)):
+                raise ConfigError(problem)
+            vars(self)[_IS_CHECKED] = False
+        object.__setattr__(self, name, value)
+
+    def __hash__(self) -> int:
+        return hash(tuple(_hashable(getattr(self, f.name)) for f in fields(self)))  # type: ignore
+
+
+def problem_of_value(f: dataclasses.Field[Any], value: object) -> str | None:
+    """Return why a config cannot have ``value`` in field ``f``, or None."""
+    if value is None or value is f.default or value == f.default:
+        return None
+    entry, opt = f.metadata.get(_LIBRARY_KEY), f.metadata.get(_KEY)
+    if entry is not None and entry.is_refused:
+        return f"{f.name} {value}: {entry.reason}"
+    if opt is None:
+        return None
+    if opt.refused and value not in opt.harmless:
+        return f"{f.name} {value}: {opt.refused}"
+    for part in value if isinstance(value, list | tuple) else (value,):
+        is_text = isinstance(part, str)  # others are members of an enum, or dtypes
+        if is_text and opt.choices is not None and part not in opt.choices:
+            return f"{f.name} {part}: use one of {', '.join(map(str, opt.choices))}"
+        is_number = isinstance(part, int | float) and not isinstance(part, bool)
+        if is_number and opt.at_least is not None and part < opt.at_least and opt.parse is None:
+            return f"{f.name} {part}: at least {opt.at_least} is needed"
+    return None
+
+
+def _hashable(value: object) -> object:
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.config import flag_messages
-from megatron.core.config.errors import ConfigError
-from megatron.core.config.option import INT64_MAX, option
+from megatron.core.config.option import INT64_MAX, CheckedConfig, library_field, option
 
 _distributed = partial(option, group="distributed")
 
 
 @dataclass(kw_only=True)
-class DistributedDataParallelConfig:
+class DistributedDataParallelConfig(CheckedConfig):
     """Configuration of gradient reduction and parameter sharding over data-parallel ranks.
 
     Projects derive dataclasses from it and assign to its fields before they wrap the model.
@@ -150,20 +150,21 @@ class DistributedDataParallelConfig:
     # Megatron-LM's constructor has these too; the flag of the first is a field of OptimizerConfig.
     use_distributed_optimizer: bool = False
     outer_dp_sharding_strategy: str = "no_shard"
-    # Settings without effect: the layers, the model's configuration and FSDP2 decide.
-    fp8_param_gather: bool = False
-    reuse_grad_buf_for_mxfp8_param_ag: bool = False
-    preserve_fp32_weights: bool = True
-    disable_symmetric_registration: bool = False
-    delay_wgrad_compute: bool = False
-    use_custom_fsdp: bool = False
+    use_custom_fsdp: bool = library_field(False, "its name is use_megatron_fsdp", refused=True)
+    fp8_param_gather: bool = library_field(False, "TransformerConfig.fp8_param decides")
+    delay_wgrad_compute: bool = library_field(
+        False, "TransformerConfig.delay_wgrad_compute decides"
+    )
+    reuse_grad_buf_for_mxfp8_param_ag: bool = library_field(
+        False, "parameters are gathered into their own buffer"
+    )
+    preserve_fp32_weights: bool = library_field(True, "the optimizer keeps main parameters in fp32")
+    disable_symmetric_registration: bool = library_field(False, "nccl_ub decides")
 
-    def __post_init__(self) -> None:
-        """Check the fields.  Classes derived from this one call it when their fields are final."""
-        if self.use_custom_fsdp:
-            raise ConfigError("use_custom_fsdp=True: its name is use_megatron_fsdp")
-        if not self.preserve_fp32_weights and self.use_megatron_fsdp:
-            raise ConfigError("preserve_fp32_weights=False: FSDP always stores parameters in fp32")
+    def problems(self) -> Iterator[str]:
+        """Yield an error message for each combination of values that is not possible."""
+        if self.use_megatron_fsdp and not self.preserve_fp32_weights:
+            yield "preserve_fp32_weights=False: FSDP always stores parameters in fp32"
 
 
 # -- what data-parallel ranks shard, from the configuration or arguments with the same names -----

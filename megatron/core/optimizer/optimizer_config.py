@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from megatron.core.config import flag_messages
-from megatron.core.config.option import option
+from megatron.core.config.option import CheckedConfig, library_field, option
 from megatron.core.diagnostics.timers import Timers
 from megatron.core.registry import Registry
 
@@ -23,6 +23,8 @@ OPTIMIZERS = Registry[object](
         "dist_muon": "megatron.core.optimizer.muon:Muon",
     },
 )
+_OF_PARAMETERS = "the dtypes of the parameters decide"
+_OF_WRAPPER = "DistributedDataParallelConfig decides"
 _regularization = partial(option, group="regularization")
 _training = partial(option, group="training")
 _learning_rate = partial(option, group="learning rate")
@@ -31,7 +33,7 @@ _experimental = partial(option, group="experimental")
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(CheckedConfig):
     """Configuration of the optimizer: update rule, hyperparameters, loss scale, precision.
 
     Projects derive dataclasses from it and assign to its fields before they build the optimizer.
@@ -209,21 +211,18 @@ class OptimizerConfig:
         parse=str,
         choices=("fp32", "fp16", "bf16", "fp8"),
     )
-    # Megatron-LM's constructor arguments; they have no effect: the parameters' dtypes decide.
-    fp16: bool = False
-    bf16: bool = False
-    params_dtype: torch.dtype = torch.float32
-    store_param_remainders: bool = True
-    fp8_recipe: str | None = None
-    overlap_param_gather: bool = False  # the data-parallel wrapper's configuration decides
-    use_megatron_fsdp: bool = False
-    config_logger_dir: str = ""
+    fp16: bool = library_field(False, _OF_PARAMETERS)
+    bf16: bool = library_field(False, _OF_PARAMETERS)
+    params_dtype: torch.dtype = library_field(torch.float32, _OF_PARAMETERS)
+    fp8_recipe: str | None = library_field(None, "layers quantize weights, not the optimizer")
+    store_param_remainders: bool = library_field(
+        True, "use_precision_aware_optimizer stores remainders where it can"
+    )
+    overlap_param_gather: bool = library_field(False, _OF_WRAPPER)
+    use_megatron_fsdp: bool = library_field(False, _OF_WRAPPER)
+    config_logger_dir: str = library_field("", "TransformerConfig.config_logger_dir decides")
     # Measures the parts of a step.
     timers: Timers | None = None
-
-    def __post_init__(self) -> None:
-        """Check the fields.  Classes derived from this one call it when their fields are final."""
-        OPTIMIZERS.find(self.optimizer)
 
     @property
     def has_muon(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class Init:
 
     kind: str = "normal"  # a call supports zeros, ones, normal and xavier_uniform
     std: float = 0.0
+    is_derived: bool = field(default=False, compare=False)  # from other fields of a config
 
     def __call__(self, tensor: Tensor) -> Tensor:
         if self.kind == "normal":

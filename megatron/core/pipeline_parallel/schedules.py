@@ -35,7 +35,6 @@ from megatron.core.utils import get_model_config
 T = TypeVar("T")
 Shape = tuple[int, int, int]
 AdjustShapes = Callable[[list[Shape], list[Shape]], tuple[list[Shape], list[Shape]]]
-_NO_HOOKS = StepHooks()
 
 
 def get_forward_backward_func() -> Callable[..., StepLosses]:
@@ -58,7 +57,7 @@ def forward_backward(
     adjust_tensor_shapes_fn: AdjustShapes | None = None,
     config: Any = None,
     groups: ProcessGroupCollection | None = None,
-    hooks: StepHooks = _NO_HOOKS,
+    hooks: StepHooks | None = None,
 ) -> StepLosses:
     """Run all micro-batches of a step through all stages.  Collective over the ranks of the model.
 
@@ -66,12 +65,14 @@ def forward_backward(
     When it returns, the gradients of the step are complete, unless ``forward_only``.  Returns the
     values that the loss function reported, one per micro-batch, on the ranks that compute the loss,
     and an empty list on the others.  ``adjust_tensor_shapes_fn``: see `messages_of`; by default the
-    model's.  ``first_val_step`` has no effect; Megatron-LM's signature has it.
+    model's.  ``hooks``: by default those that a project has set in the config.  ``first_val_step``
+    has no effect; Megatron-LM's signature has it.
     """
     del first_val_step
     groups = groups or parallel_state.current()
     chunks = _listed(model)
     config = get_model_config(chunks[0]) if config is None else config
+    hooks = hooks_of(config) if hooks is None else hooks
     rank = groups.pp.rank()
     num_ranks = groups.pp.size()
     placement, plan = plan_of(
@@ -118,6 +119,16 @@ def forward_backward(
         with hooks.timed("all-grads-sync", log_level=1):
             hooks.finalize_model_grads_func(chunks, losses.num_tokens)
     return losses
+
+
+def hooks_of(config: Any) -> StepHooks:
+    """Return the callables that Megatron Core's configs have."""
+    return StepHooks(
+        grad_scale_func=config.grad_scale_func,
+        finalize_model_grads_func=config.finalize_model_grads_func,
+        timers=config.timers,
+        barrier_with_level_1_timers=config.barrier_with_L1_time,
+    )
 
 
 def graphs_of(model: nn.Module) -> Iterator[Any]:

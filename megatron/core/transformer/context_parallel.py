@@ -463,7 +463,7 @@ def tokens_for_heads(x: Tensor, undo: Tensor, heads: ProcessGroup) -> Tensor:
 
 def comm_type_of_layer(config: ModelParallelConfig, layer_index: int) -> str:
     """Return --cp-comm-type of layer ``layer_index`` (from 0): one for all layers, or one each."""
-    types = config.cp_comm_type
+    types = config.cp_comm_types
     return types[layer_index] if len(types) > 1 else types[0]
 
 

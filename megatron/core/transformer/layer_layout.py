@@ -90,7 +90,10 @@ def _even_sizes(config: TransformerConfig, num_ranks: int) -> list[int]:
 
 def _slots_of_rank(config: TransformerConfig, num_ranks: int) -> list[int]:
     """Return the number of layers per rank; embedding and loss count as layers if configured."""
-    first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
+    first, last = (
+        config.num_layers_in_first_pipeline_stage,
+        config.num_layers_in_last_pipeline_stage,
+    )
     ends = [n for n in (first, last) if n is not None]
     middle = (_num_slots(config) - sum(ends)) // max(1, num_ranks - len(ends))
     counts = [middle] * (num_ranks - len(ends))
@@ -107,8 +110,8 @@ def _num_slots(config: TransformerConfig) -> int:
 
 def layout_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
     """Yield an error message for each reason why the layers cannot be split as the flags ask."""
-    first = config.decoder_first_pipeline_num_layers
-    last = config.decoder_last_pipeline_num_layers
+    first = config.num_layers_in_first_pipeline_stage
+    last = config.num_layers_in_last_pipeline_stage
     of_embedding = config.account_for_embedding_in_pipeline_split
     of_loss = config.account_for_loss_in_pipeline_split
     ways = {  # flags that determine the layers of a stage; only one kind may be given
@@ -137,8 +140,8 @@ def layout_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
 
 def _even_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
     counts = {
-        _FIRST: config.decoder_first_pipeline_num_layers,
-        _LAST: config.decoder_last_pipeline_num_layers,
+        _FIRST: config.num_layers_in_first_pipeline_stage,
+        _LAST: config.num_layers_in_last_pipeline_stage,
     }
     given = {flag: count for flag, count in counts.items() if count is not None}
     yield from (f"{flag} {n}: at least 1 is needed" for flag, n in given.items() if n < 1)

@@ -236,9 +236,4 @@ def _offload_of(config: TransformerConfig) -> ActivationOffload | None:
     """Return the offloader of --cpu-offloading; None without it or if device and host are one."""
     if not config.cpu_offloading or not device.host_is_apart():
         return None
-    if config.cpu_offloading_weights:
-        raise ConfigError(
-            "cpu_offloading_weights: weights stay on the device; leave it out, and use "
-            "data_parallel_sharding_strategy where they do not fit"
-        )
     return ActivationOffload(config.cpu_offloading_num_layers * config.cpu_offloading_activations)

@@ -1,7 +1,7 @@
 """TransformerConfig, composed of the dataclasses in transformer/config.
 
 Sizes are global, before sharding.  Construction fills in defaults that depend on other fields;
-afterwards the config is immutable (``dataclasses.replace`` makes a changed copy).
+see `CheckedConfig` for values that are assigned later.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.config import flag_messages
+from megatron.core.config.option import library_field
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.params.param_init import Init
+from megatron.core.params.param_init import Init, InitMethod
 from megatron.core.transformer.config.attention import AttentionConfig, MLAConfig
 from megatron.core.transformer.config.base import BaseConfig, MLPConfig
 from megatron.core.transformer.config.execution import (
@@ -26,8 +28,12 @@ from megatron.core.transformer.config.execution import (
 from megatron.core.transformer.config.moe import MoEConfig
 from megatron.core.transformer.config.precision import PrecisionConfig
 
+_DERIVED: Any = None
+_FP8_PATH = "this fp8 path is not available in this program; use fp8 and fp8_recipe"
+_LAYERS_OF_FILE = "heterogeneous_layers_config_path decides"
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(kw_only=True)
 class TransformerConfig(
     BaseConfig,
     AttentionConfig,
@@ -45,40 +51,36 @@ class TransformerConfig(
     gated_linear_unit: bool = False
     activation_func: Callable[[Tensor], Tensor] = F.gelu
     bias_activation_fusion: bool = False
-    params_dtype: torch.dtype = torch.float32
-    pipeline_dtype: torch.dtype | None = None
-    virtual_pipeline_model_parallel_size: int | None = None
-    fp16: bool = False
-    bf16: bool = False
     init_seed: int | None = None  # of initial weights; None: torch's seed when a model is built
 
-    @property
-    def use_kitchen(self) -> bool:
-        """Whether layers come from the kitchen package, whose flags are refused."""
-        return self.kitchen_config_file is not None or self.kitchen_recipe_number is not None
+    # Derived from other fields if not given; a function that fills a tensor in place.
+    init_method: InitMethod = _DERIVED  # of weight matrices
+    output_layer_init_method: InitMethod = _DERIVED  # of projections into the residual stream
+    embedding_init_method: InitMethod = _DERIVED  # of word embeddings
 
-    @property
-    def init_method(self) -> Init:
-        """Initialization of weight matrices."""
-        if self.init_method_xavier_uniform:
-            return Init("xavier_uniform")
-        return Init("normal", self.init_method_std)
-
-    @property
-    def output_layer_init_method(self) -> Init:
-        """Initialization of output projections, which add to the residual stream."""
-        if self.init_method_xavier_uniform:
-            return Init("xavier_uniform")
-        parts = 1 if self.is_hybrid_model else 2  # sublayers per layer that add to the residual
-        return Init("normal", self.init_method_std / math.sqrt(parts * self.num_layers))
-
-    @property
-    def embedding_init_method(self) -> Init:
-        """Initialization of word embeddings."""
-        if self.init_method_xavier_uniform and self.embedding_init_method_std is None:
-            return Init("xavier_uniform")
-        std = self.embedding_init_method_std
-        return Init("normal", self.init_method_std if std is None else std)
+    init_model_with_meta_device: bool = library_field(
+        False, "DistributedDataParallelConfig.init_model_with_meta_device decides"
+    )
+    memory_efficient_layer_norm: bool = library_field(False, flag_messages.NO_KERNEL)
+    moe_token_dropping: bool = library_field(
+        False, "moe_expert_capacity_factor decides which tokens are dropped"
+    )
+    moe_router_topk_limited_devices: int | None = library_field(
+        None, "use moe_router_num_groups and moe_router_group_topk", refused=True
+    )
+    moe_layer_recompute: bool = library_field(False, "use recompute_modules with moe", refused=True)
+    moe_per_layer_logging: bool = library_field(False, "the caller of the log decides")
+    cuda_graph_use_single_mempool: bool = library_field(False, flag_messages.NO_KERNEL)
+    cuda_graph_retain_backward_graph: bool = library_field(False, flag_messages.NO_KERNEL)
+    disable_parameter_transpose_cache: bool = library_field(False, flag_messages.NO_KERNEL)
+    heterogeneous_block_specs: bool = library_field(False, _LAYERS_OF_FILE)
+    hetereogenous_dist_checkpoint: bool = library_field(False, _LAYERS_OF_FILE)
+    activation_func_fp8_input_store: bool = library_field(False, _FP8_PATH, refused=True)
+    fp8_dot_product_attention: bool = library_field(False, _FP8_PATH, refused=True)
+    fp8_multi_head_attention: bool = library_field(False, _FP8_PATH, refused=True)
+    tp_only_amax_red: bool = library_field(False, _FP8_PATH, refused=True)
+    use_kitchen: bool = library_field(False, flag_messages.KITCHEN, refused=True)
+    quant_recipe: Any = library_field(None, flag_messages.KITCHEN, refused=True)
 
     @property
     def why_own_matrices(self) -> str | None:
@@ -107,27 +109,67 @@ class TransformerConfig(
                 )
         return None
 
-    def __post_init__(self) -> None:
-        fill = object.__setattr__
+    def derive(self) -> None:
+        """Fill in values that depend on other fields."""
+        super().derive()
         if self.recompute_granularity == "adaptive":  # an old name
-            fill(self, "recompute_granularity", "full")
+            self.recompute_granularity = "full"
         if self.ffn_hidden_size is None:
-            fill(self, "ffn_hidden_size", 4 * self.hidden_size)
+            self.ffn_hidden_size = 4 * self.hidden_size
         if self.multi_latent_attention:  # head width is the sum of unrotated and rotated channels
-            fill(self, "kv_channels", self.qk_head_dim + self.qk_pos_emb_head_dim)
-            fill(self, "num_query_groups", self.num_attention_heads)
+            self.kv_channels = self.qk_head_dim + self.qk_pos_emb_head_dim
+            self.num_query_groups = self.num_attention_heads
         if self.kv_channels is None and self.num_attention_heads:
-            fill(self, "kv_channels", self.hidden_size // self.num_attention_heads)
+            self.kv_channels = self.hidden_size // self.num_attention_heads
         if self.num_query_groups is None:
-            fill(self, "num_query_groups", self.num_attention_heads)
+            self.num_query_groups = self.num_attention_heads
         if self.num_moe_experts is not None and self.moe_ffn_hidden_size is None:
-            fill(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
-        # A script may pass one value in place of a sequence.
-        for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "cp_comm_type"):
-            value = getattr(self, name)
-            values = value if isinstance(value, list | tuple) else (value,)
-            fill(self, name, tuple("allgather" if v == "all_gather" else v for v in values))
-        if self.expert_tensor_parallel_size is None:
-            fill(self, "expert_tensor_parallel_size", self.tensor_model_parallel_size)
+            self.moe_ffn_hidden_size = self.ffn_hidden_size
         if self.apply_query_key_layer_scaling:
-            fill(self, "attention_softmax_in_fp32", True)
+            self.attention_softmax_in_fp32 = True
+        if self.mtp_loss_scaling_factor is None:
+            self.mtp_loss_scaling_factor = 0.1
+        parts = 1 if self.is_hybrid_model else 2  # sublayers per layer that add to the residual
+        in_residual = self.init_method_std / math.sqrt(parts * max(self.num_layers, 1))
+        std = self.embedding_init_method_std
+        # `replace` passes what was derived for the config that it copies.
+        if _is_derived(self.init_method):
+            self.init_method = self._initialization(self.init_method_std)
+        if _is_derived(self.output_layer_init_method):
+            self.output_layer_init_method = self._initialization(in_residual)
+        if _is_derived(self.embedding_init_method):
+            own = self.init_method if std is None else Init("normal", std, is_derived=True)
+            self.embedding_init_method = own
+
+    def _initialization(self, std: float) -> Init:
+        if self.init_method_xavier_uniform:
+            return Init("xavier_uniform", is_derived=True)
+        return Init("normal", std, is_derived=True)
+
+
+def _is_derived(init: InitMethod | None) -> bool:
+    return init is None or (isinstance(init, Init) and init.is_derived)
+
+
+@dataclass(kw_only=True)
+class MLATransformerConfig(TransformerConfig):
+    """Configuration of layers with multi-latent attention, with Megatron Core's defaults."""
+
+    multi_latent_attention: bool = True
+    q_lora_rank: int | None = 512
+    kv_lora_rank: int = 512
+    normalization: str = "RMSNorm"
+    rope_type: str | None = "yarn"
+    rotary_scaling_factor: float = 40.0
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    def derive(self) -> None:
+        """Set the fields by which the other configs adjust YaRN."""
+        super().derive()
+        self.yarn_original_max_position_embeddings = self.original_max_position_embeddings
+        self.yarn_beta_fast = self.beta_fast
+        self.yarn_beta_slow = self.beta_slow

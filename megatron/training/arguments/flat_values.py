@@ -32,7 +32,7 @@ def flat_values(config: RunConfig) -> dict[str, Any]:
             value = not value if opt.inverted else value
             dest = dest_of(f, opt)
             values[dest] = list(value) if isinstance(value, tuple) else value
-            if dest in _SCALAR_IF_ONE and len(values[dest]) == 1:
+            if dest in _SCALAR_IF_ONE and isinstance(value, tuple) and len(value) == 1:
                 (values[dest],) = values[dest]
         for name_of_field in DERIVED_FIELDS & section.keys():
             values[name_of_field] = section[name_of_field]

@@ -12,7 +12,7 @@ import enum
 import functools
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.config.option import Option, cli_default, dest_of, flag_of, options_of
@@ -63,6 +63,7 @@ extensions
 """.strip().splitlines()
 
 
+_CONTAINERS = (typing.Union, types.UnionType, tuple, Sequence)
 _METAVAR: dict[object, str] = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -80,16 +81,12 @@ def groups_of(parser: argparse.ArgumentParser) -> dict[str, argparse._ArgumentGr
 
 def value_type(annotation: object) -> object:
     """Return the value type of an annotation: ``int`` for ``int | None``, ``tuple[int, ...]``."""
-    inner = [a for a in typing.get_args(annotation) if a not in (type(None), Ellipsis)]
-    is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (
-        typing.Union,
-        tuple,
-    )
-    if not is_union:
+    if typing.get_origin(annotation) not in _CONTAINERS:
         return annotation
+    inner = {value_type(a) for a in typing.get_args(annotation) if a not in (type(None), Ellipsis)}
     if len(inner) != 1:
         raise TypeError(f"a flag needs one value type, got {annotation}; give option(parse=...)")
-    return value_type(inner[0])
+    return inner.pop()
 
 
 def namespace_default(f: dataclasses.Field[Any], opt: Option) -> object:
@@ -149,7 +146,8 @@ def read_config(config_class: type, args: argparse.Namespace) -> Any:
     for f, opt in options_of(config_class):
         value = vars(args)[dest_of(f, opt)]
         values[f.name] = not value if opt.inverted else value
-    return config_class(
+    build = getattr(config_class, "unchecked", config_class)
+    return build(
         **{
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values.items()

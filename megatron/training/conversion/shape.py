@@ -319,7 +319,7 @@ def _activation(m: TransformerConfig) -> str:
 def _others(config: RunConfig) -> Iterator[str]:
     m = config.model
     if m.num_moe_experts is not None:
-        if m.moe_router_load_balancing_type == ("sinkhorn",):
+        if m.load_balancing_types == ("sinkhorn",):
             yield "--moe-router-load-balancing-type sinkhorn"
         if m.moe_apply_probs_on_input:
             yield "--moe-apply-probs-on-input"

@@ -198,6 +198,7 @@ def follows_architecture(config: RunConfig) -> bool:
 def _inherited(config: RunConfig) -> dict[str, Any]:
     model = config.model
     values = {name: getattr(model, name) for name in _INHERITED}
+    values["apply_rope_fusion"] = True
     if config.mimo.encoder_tp is not None:
         values["tensor_model_parallel_size"] = config.mimo.encoder_tp
     return values

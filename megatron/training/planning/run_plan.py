@@ -150,7 +150,7 @@ def _kind(
     ends = tuple(stage if stage in places else None for stage in stages)
     model = config.model
     per_layer = (model.window_attn_skip_freq, model.no_rope_freq)
-    is_per_layer = any(value is not None for value in per_layer) or len(model.cp_comm_type) > 1
+    is_per_layer = any(value is not None for value in per_layer) or len(model.cp_comm_types) > 1
     if is_per_layer or layer_shapes(model) is not None:
         return ends, layers
     every = layers_of(config)

@@ -173,7 +173,7 @@ def test_spellings_that_scripts_of_megatron_lm_send_are_accepted() -> None:
     words += ["--pipeline-model-parallel-size", "2"]
     words += ["--pipeline-model-parallel-layout", r"Et*2\|ttL"]
     run = resolve(parse_args(argv=[*argv(), *words]), 4)
-    assert run.model.cp_comm_type == ("allgather",)
+    assert run.model.cp_comm_types == ("allgather",)
     assert run.model.virtual_pipeline_model_parallel_size is None
 
 

@@ -31,7 +31,7 @@ def test_layers_are_dealt_out_evenly() -> None:
 
 @pytest.mark.feature("Pipeline parallel: uneven first and last stages")
 def test_the_ends_may_have_other_numbers_of_layers() -> None:
-    uneven = {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 2}
+    uneven = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 2}
     assert stages(4, num_layers=9, **uneven) == [[0], [1, 2, 3], [4, 5, 6], [7, 8]]
     assert stages(2, num_layers=3, **uneven) == [[0], [1, 2]]
     even = {name: 2 * count for name, count in uneven.items()}
@@ -60,7 +60,7 @@ def test_in_v_placement_the_last_rank_of_a_chunk_is_the_first_of_the_next() -> N
         num_layers=8,
         virtual_pipeline_model_parallel_size=2,
         pipeline_schedule="zb-v",
-        decoder_first_pipeline_num_layers=6,
+        num_layers_in_first_pipeline_stage=6,
     )
     assert first_has_six == [[0, 1, 2], [3], [4], [5, 6, 7]]
 
@@ -110,8 +110,8 @@ def test_every_layer_lives_on_one_stage_whatever_is_asked() -> None:
                                 num_ranks,
                                 num_layers=num_layers,
                                 virtual_pipeline_model_parallel_size=chunks,
-                                decoder_first_pipeline_num_layers=first,
-                                decoder_last_pipeline_num_layers=last,
+                                num_layers_in_first_pipeline_stage=first,
+                                num_layers_in_last_pipeline_stage=last,
                             )
                         except ConfigError:
                             continue

@@ -18,7 +18,7 @@ from megatron.core.models.vision.kinds import get_num_image_embeddings as get_nu
 from megatron.core.models.vision.multimodal_projector import pixel_shuffle
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.params.param_init import Init, new_parameter, param_info_for
+from megatron.core.params.param_init import Init, InitMethod, new_parameter, param_info_for
 from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -140,6 +140,6 @@ class EmbeddingTable(nn.Module):
         self.weight = replicated(config, (count, config.hidden_size), config.init_method)
 
 
-def replicated(config: TransformerConfig, shape: tuple[int, ...], init: Init) -> nn.Parameter:
+def replicated(config: TransformerConfig, shape: tuple[int, ...], init: InitMethod) -> nn.Parameter:
     """Return a parameter that every tensor-parallel rank has completely."""
     return new_parameter(shape, config.params_dtype, param_info_for(shape, init))

@@ -13,7 +13,7 @@ _network = partial(option, group="network size")
 _training = partial(option, group="training")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class AttentionConfig:
     """Attention options: heads, windows, softmax and rotary embedding."""
 
@@ -142,7 +142,10 @@ class AttentionConfig:
         group="mixed precision",
     )
     attention_softmax_in_fp32: bool = option(
-        False, "Compute the attention softmax in fp32.", group="mixed precision"
+        True,
+        "Compute the attention softmax in fp32.",
+        group="mixed precision",
+        default=False,
     )
     qk_layernorm: bool = option(
         False,
@@ -168,7 +171,7 @@ class AttentionConfig:
 _mla = partial(option, group="mla")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class MLAConfig:
     """Options of multi-latent attention (MLA)."""
 

@@ -11,7 +11,7 @@ from megatron.core.config.option import MAX_LAYERS, option
 _network = partial(option, group="network size")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class MLPConfig:
     """MLP options: width, activation and bias."""
 
@@ -41,7 +41,7 @@ _te = partial(option, group="Transformer-Engine")
 _experimental = partial(option, group="experimental")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class BaseConfig:
     """Depth, width, norms and initialization of a transformer."""
 
@@ -95,7 +95,7 @@ class BaseConfig:
         "further ahead.",
         at_most=MAX_LAYERS,
     )
-    mtp_loss_scaling_factor: float = _network(0.1, "Weight of the mean MTP loss.")
+    mtp_loss_scaling_factor: float = _network(None, "Weight of the mean MTP loss.", default=0.1)
     hidden_dropout: float = option(
         0.1, "Dropout probability of the output of attention and MLP.", group="regularization"
     )

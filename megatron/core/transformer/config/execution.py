@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +12,7 @@ from megatron.core.config.option import option
 _training = partial(option, group="training")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RecomputeConfig:
     """Options of activation recomputation, activation offloading and loss chunks."""
 
@@ -22,9 +23,10 @@ class RecomputeConfig:
         choices=("full", "selective", "adaptive"),
     )
     distribute_saved_activations: bool = _training(
-        False,
+        None,
         "Shard saved layer inputs over tensor-parallel ranks; needs --recompute-granularity "
         "full, excludes --sequence-parallel.",
+        default=False,
     )
     recompute_method: str | None = _training(
         None,
@@ -35,23 +37,12 @@ class RecomputeConfig:
     recompute_num_layers: int | None = _training(
         None, "Layers per chunk (uniform) or recomputed layers per stage (block).", at_least=1
     )
-    recompute_modules: tuple[str, ...] | None = _training(
+    recompute_modules: Sequence[str] | None = _training(
         None,
         "Modules of a layer to recompute with --recompute-granularity selective, such as "
         "core_attn, mlp and layernorm.",
         nargs="*",
     )
-
-    cpu_offloading: bool = _training(
-        False,
-        "Offload the activations of the first --cpu-offloading-num-layers layers to host "
-        "memory until backward.",
-    )
-    cpu_offloading_num_layers: int = _training(
-        0, "Number of layers per stage that --cpu-offloading offloads."
-    )
-    cpu_offloading_activations: bool = True
-    cpu_offloading_weights: bool = False
 
     loss_chunk_size: int | None = _training(
         None,
@@ -64,10 +55,10 @@ class RecomputeConfig:
         """Modules that selective recomputation covers; empty with any other granularity."""
         if self.recompute_granularity != "selective":
             return ()
-        return ("core_attn",) if self.recompute_modules is None else self.recompute_modules
+        return ("core_attn",) if self.recompute_modules is None else (*self.recompute_modules,)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class FusionConfig:
     """Options that select fused kernels."""
 
@@ -86,7 +77,11 @@ class FusionConfig:
         "engine's to rounding; use --inference-batch-invariant for text that does not depend on "
         "the batch",
     )
-    masked_softmax_fusion: bool = _training(True, "Do not fuse scaling, masking and softmax.")
+    masked_softmax_fusion: bool = _training(
+        False,
+        "Do not fuse scaling, masking and softmax.",
+        default=True,
+    )
     bias_gelu_fusion: bool = _training(
         True,
         "Do not fuse bias and GELU; the fused kernel uses the tanh approximation, the "
@@ -97,33 +92,30 @@ class FusionConfig:
         False, "Fuse the router's weight with squared ReLU.", ignored=flag_messages.NO_KERNEL
     )
     bias_dropout_fusion: bool = _training(
-        True, "Do not fuse bias, dropout and residual; they are fused on GPUs only."
+        False,
+        "Do not fuse bias, dropout and residual; they are fused on GPUs only.",
+        default=True,
     )
     apply_rope_fusion: bool = _training(
-        True, "Do not fuse the rotary embedding of queries and keys.", flag="--no-rope-fusion"
-    )
-    cross_entropy_loss_fusion: bool = _training(
-        False, "Use a fused cross-entropy loss.", ignored=flag_messages.NO_KERNEL
-    )
-    cross_entropy_fusion_impl: str = _training(
-        "native",
-        "Implementation of --cross-entropy-loss-fusion.",
-        choices=("native", "te"),
-        ignored=flag_messages.NO_KERNEL,
+        False,
+        "Do not fuse the rotary embedding of queries and keys.",
+        flag="--no-rope-fusion",
+        default=True,
     )
     persist_layer_norm: bool = _training(
-        True,
+        False,
         "Do not use the persistent layer norm kernel.",
         inverted=True,
         dest="no_persist_layer_norm",
         ignored=flag_messages.NO_KERNEL,
+        default=True,
     )
 
 
 _inference = partial(option, group="inference")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class CudaGraphConfig:
     """CUDA graph options."""
 

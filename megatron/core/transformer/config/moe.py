@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 from megatron.core.config.parse import layer_frequency
+from megatron.core.model_parallel_config import as_tuple
 
 _moe = partial(option, group="moe")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class MoEConfig:
     """Mixture-of-experts options: experts, router and token dispatcher."""
 
@@ -50,7 +52,7 @@ class MoEConfig:
     moe_use_legacy_grouped_gemm: bool = _moe(
         False, "Use the legacy grouped GEMM.", ignored=flag_messages.NO_KERNEL
     )
-    moe_router_load_balancing_type: tuple[str, ...] = _moe(
+    moe_router_load_balancing_type: str | Sequence[str] = _moe(
         "aux_loss",
         "Load balancing of the router; several losses may be combined, sinkhorn and none "
         "stand alone.",
@@ -100,7 +102,7 @@ class MoEConfig:
         "Pad the tokens of each expert to the multiple that fp8 GEMMs need.",
         ignored="expert GEMMs accept any number of tokens and pad them where a kernel needs it",
     )
-    moe_aux_loss_coeff: tuple[float, ...] = _moe(
+    moe_aux_loss_coeff: float | Sequence[float] = _moe(
         0.0,
         "Coefficient of each load balancing loss, one per --moe-router-load-balancing-type.",
         nargs="+",
@@ -146,3 +148,13 @@ class MoEConfig:
         "--moe-router-topk 1.",
         aliases=("--export-moe-apply-probs-on-input",),
     )
+
+    @property
+    def load_balancing_types(self) -> tuple[str, ...]:
+        """Load balancing of the router: several losses, or one type."""
+        return as_tuple(self.moe_router_load_balancing_type)
+
+    @property
+    def aux_loss_coeffs(self) -> tuple[float, ...]:
+        """Coefficient of each type of load balancing."""
+        return as_tuple(self.moe_aux_loss_coeff)

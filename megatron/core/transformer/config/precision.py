@@ -12,7 +12,7 @@ _te = partial(option, group="Transformer-Engine")
 _ONE_SCALE = ("delayed", "tensorwise")  # recipes with one scale per weight
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PrecisionConfig:
     """Options of fp8 and fp4 GEMMs."""
 

@@ -128,7 +128,7 @@ class TopKRouter(MegatronModule):
             padding = padding_mask.transpose(0, 1).flatten()
             num_tokens = self._without_empty((~padding).sum(), logits)
         logits = self.apply_z_loss(logits, num_tokens, padding)
-        if self.config.moe_router_load_balancing_type == ("sinkhorn",):
+        if self.config.load_balancing_types == ("sinkhorn",):
             routing = self.sinkhorn_load_balancing(logits, shape, padding)
         elif self.config.moe_router_force_load_balancing:  # round-robin, whatever the scores
             places = self._places(shape, logits.device)[self.sharers.rank()]
@@ -419,7 +419,7 @@ def loss_name(kind: str) -> str:
 
 def balance_terms(config: TransformerConfig) -> list[tuple[str, float]]:
     """Return (kind, coefficient) of the balance losses whose coefficient is not 0."""
-    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    kinds, coefficients = config.load_balancing_types, config.aux_loss_coeffs
     return [
         (kind, coefficient)
         for kind, coefficient in zip(kinds, coefficients, strict=True)

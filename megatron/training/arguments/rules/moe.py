@@ -7,7 +7,7 @@ from megatron.training.arguments.rules.rule import Settings, first_of, given, ru
 
 def _weights_add_up(c: Settings) -> bool:
     """Return whether the weights of a token's experts add up to 1."""
-    if c.moe_router_load_balancing_type == ("sinkhorn",):
+    if c.load_balancing_types == ("sinkhorn",):
         return False
     if c.moe_router_score_function == "sigmoid":
         return bool(c.moe_router_topk != 1)
@@ -29,7 +29,7 @@ _ROUTER = where(
             c.moe_router_topk == 1
             and c.moe_router_score_function == "softmax"
             and not c.moe_router_pre_softmax
-            and c.moe_router_load_balancing_type != ("sinkhorn",)
+            and c.load_balancing_types != ("sinkhorn",)
         ),
         "--moe-router-enable-expert-bias needs --moe-router-score-function "
         "sigmoid: add it": lambda c: (
@@ -91,16 +91,16 @@ _BALANCING = where(
     {
         "--moe-router-load-balancing-type names {found[0]} and --moe-aux-loss-coeff {found[1]}: "
         "give a coefficient for each": lambda c: (
-            len(c.moe_router_load_balancing_type) != len(c.moe_aux_loss_coeff)
-            and (len(c.moe_router_load_balancing_type), len(c.moe_aux_loss_coeff))
+            len(c.load_balancing_types) != len(c.aux_loss_coeffs)
+            and (len(c.load_balancing_types), len(c.aux_loss_coeffs))
         ),
         "{--moe-router-load-balancing-type}: {found} stands alone": lambda c: (
-            len(c.moe_router_load_balancing_type) > 1
-            and min({"sinkhorn", "none"} & {*c.moe_router_load_balancing_type}, default=None)
+            len(c.load_balancing_types) > 1
+            and min({"sinkhorn", "none"} & {*c.load_balancing_types}, default=None)
         ),
     },
     where(
-        lambda c: "sinkhorn" in c.moe_router_load_balancing_type,
+        lambda c: "sinkhorn" in c.load_balancing_types,
         {
             "{found} and --moe-router-load-balancing-type sinkhorn exclude "
             "each other": "--moe-expert-capacity-factor --moe-router-force-load-balancing",

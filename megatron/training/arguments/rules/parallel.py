@@ -151,8 +151,8 @@ _PIPELINE = rules(
                 "--num-layers-per-virtual-pipeline-stage needs ranks of equal depth: with "
                 "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers use "
                 "--num-virtual-stages-per-pipeline-rank": lambda c: (
-                    c.decoder_first_pipeline_num_layers is not None
-                    or c.decoder_last_pipeline_num_layers is not None
+                    c.num_layers_in_first_pipeline_stage is not None
+                    or c.num_layers_in_last_pipeline_stage is not None
                 ),
                 "{found[0]} layers are not a multiple of {--pipeline-model-parallel-size} x "
                 "{--num-layers-per-virtual-pipeline-stage} = {found[1]}: "
@@ -203,7 +203,7 @@ def _find_undivided_all_to_all(c: Settings) -> list[tuple[str, int, int]]:
     return [
         (name, heads, count)
         for name, count in ranks.items()
-        if not rest and name in c.cp_comm_type and count >= 1 and heads % count
+        if not rest and name in c.cp_comm_types and count >= 1 and heads % count
     ]
 
 
@@ -243,7 +243,7 @@ _CONTEXT_PARALLEL = rules(
         "and the ring size, whose product is {context_parallel_size}": lambda c: (
             c.hierarchical_context_parallel_sizes is None
             and c.context_parallel_size > 1
-            and "a2a+p2p" in c.cp_comm_type
+            and "a2a+p2p" in c.cp_comm_types
         ),
     },
     first_of(
@@ -264,11 +264,11 @@ _CONTEXT_PARALLEL = rules(
     ),
     {
         f"--cp-comm-type {{found}}: use one of {', '.join(COMM_TYPES)}": lambda c: [
-            name for name in dict.fromkeys(c.cp_comm_type) if name not in COMM_TYPES
+            name for name in dict.fromkeys(c.cp_comm_types) if name not in COMM_TYPES
         ],
         "--cp-comm-type has {found} and --num-layers is {num_layers}: give one for all layers, or "
         "one for each": lambda c: (
-            len(c.cp_comm_type) not in (1, c.num_layers) and f"{len(c.cp_comm_type)} entries"
+            len(c.cp_comm_types) not in (1, c.num_layers) and f"{len(c.cp_comm_types)} entries"
         ),
     },
 )
@@ -283,7 +283,7 @@ GLOO_RULES = where(
         "--distributed-backend gloo with --cp-comm-type {found}: gloo cannot send tensors of a "
         "GPU around a ring; use nccl, --cp-comm-type a2a, or --device cpu": lambda c: (
             c.context_parallel_size > 1
-            and max({"p2p", "a2a+p2p"} & {*c.cp_comm_type}, default=None)
+            and max({"p2p", "a2a+p2p"} & {*c.cp_comm_types}, default=None)
         ),
     },
 )

@@ -173,10 +173,10 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
     ),
     "a --moe-router-load-balancing-type other "
     "than sinkhorn and none | moe_aux_loss_coeff": lambda c: (
-        not {"sinkhorn", "none"}.intersection(c.moe_router_load_balancing_type)
+        not {"sinkhorn", "none"}.intersection(c.load_balancing_types)
     ),
     "a --moe-router-load-balancing-type other than sinkhorn | moe_router_pre_softmax": lambda c: (
-        "sinkhorn" not in c.moe_router_load_balancing_type
+        "sinkhorn" not in c.load_balancing_types
     ),
     "routing by score, which --moe-router-force-load-balancing replaces | "
     "moe_router_enable_expert_bias moe_router_group_score_topk moe_router_group_topk "
@@ -213,7 +213,7 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
     "--context-parallel-size of 2 or more | cp_comm_type": lambda c: c.context_parallel_size > 1,
     "--context-parallel-size of 2 or more and --cp-comm-type a2a+p2p | "
     "hierarchical_context_parallel_sizes": lambda c: (
-        c.context_parallel_size > 1 and "a2a+p2p" in c.cp_comm_type
+        c.context_parallel_size > 1 and "a2a+p2p" in c.cp_comm_types
     ),
     "--pipeline-model-parallel-size of 2 or more | overlap_p2p_comm "
     "overlap_p2p_comm_warmup_flush align_grad_reduce pipeline_schedule pipeline_split "

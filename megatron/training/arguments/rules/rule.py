@@ -16,7 +16,7 @@ from itertools import starmap
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.config.option import dest_of, flag_of, options_of
+from megatron.core.config.option import cli_default, dest_of, flag_of, options_of
 from megatron.core.distributed.distributed_data_parallel_config import is_fully_sharded
 from megatron.core.ssm.mamba_hybrid_layer_allocation import layer_pattern
 from megatron.training.arguments.sections import FLAGS_ONLY, SECTIONS, flags_and_defaults
@@ -275,7 +275,7 @@ def _fields_by_flag() -> dict[str, tuple[str, bool, bool]]:
         flag_of(f, opt): (
             f.name if is_field else dest_of(f, opt),
             is_field,
-            f.default is True and not opt.both_ways,
+            cli_default(f, opt) is True and not opt.both_ways,
         )
         for is_field, classes in ((True, SECTIONS.values()), (False, FLAGS_ONLY))
         for config_class in classes

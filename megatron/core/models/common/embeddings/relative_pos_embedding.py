@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-from megatron.core.params.param_init import Init, new_parameter, param_info_for
+from megatron.core.params.param_init import InitMethod, new_parameter, param_info_for
 from megatron.core.tensor_parallel.layers import divide_over_group
 
 
@@ -45,7 +45,7 @@ class RelativePositionEmbedding(nn.Module):
     def __init__(
         self,
         bidirectional: bool,
-        init_method: Init,
+        init_method: InitMethod,
         num_attention_heads: int,
         relative_attention_num_buckets: int = 32,
         relative_attention_max_distance: int = 128,

@@ -12,7 +12,7 @@ from megatron.core.transformer.rope import (
     yarn_mscale,
 )
 from megatron.core.transformer.rope import RotaryEmbedding as RotaryEmbedding
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
 def build_rotary(
@@ -21,6 +21,8 @@ def build_rotary(
     """Build the rotary embedding of --position-embedding-type rope from ``of_rotary``."""
     is_latent = config.multi_latent_attention
     scaling: RopeScaling | None = None
+    if isinstance(config, MLATransformerConfig):
+        of_rotary |= {"rotary_base": config.rotary_base, "rotary_percent": config.rotary_percent}
     if config.rope_type == "yarn" or (is_latent and config.rope_type is None):
         scaling = _yarn(config, max_sequence_length)
     elif not is_latent:

@@ -1,0 +1,134 @@
+"""Configs of the library: values that projects assign, copies, subclasses, initialization."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.params.param_info import ParamInfo, name_parameters
+from megatron.core.params.param_init import initialize_parameters, new_parameter, param_info_for
+from megatron.core.transformer.layer_layout import layer_ranges
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+
+def config_of(**values: Any) -> TransformerConfig:
+    given = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+    return TransformerConfig(**given | values)
+
+
+@dataclass
+class Provider(TransformerConfig):
+    """Model description of a project, as Megatron-Bridge has them."""
+
+    vocab_size: int = 128
+    normalization: str = "RMSNorm"
+
+
+def test_a_project_may_subclass_and_assign() -> None:
+    provider = Provider(num_layers=2, hidden_size=64, num_attention_heads=4)
+    provider.num_layers = 8
+    provider.pipeline_model_parallel_size = 2
+    provider.finalize_model_grads_func = print
+    provider.an_attribute_of_the_project = 1
+    assert (provider.ffn_hidden_size, provider.normalization) == (256, "RMSNorm")
+    assert [len(layers) for layers in layer_ranges(provider, 2)] == [4, 4]
+    provider.num_layers_in_first_pipeline_stage = 3
+    assert [len(layers) for layers in layer_ranges(provider, 2)] == [3, 5]
+    for other in (copy.deepcopy(provider), pickle.loads(pickle.dumps(provider))):
+        assert other == provider
+        assert other.an_attribute_of_the_project == 1
+    assert replace(provider, num_layers=4) != provider
+    assert asdict(provider).keys() == {f.name for f in fields(Provider)}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("recompute_granularity", "some", "recompute_granularity some: use one of full, selective"),
+        ("tensor_model_parallel_size", 0, "tensor_model_parallel_size 0: at least 1 is needed"),
+        ("moe_aux_loss_coeff", [0.1, -1.0], "moe_aux_loss_coeff -1.0: at least 0 is needed"),
+        ("enable_autocast", True, "enable_autocast True: use bf16 or fp16"),
+        ("fp8_dot_product_attention", True, "fp8_dot_product_attention True: this fp8 path"),
+    ],
+)
+def test_values_are_checked_at_construction_and_assignment(
+    name: str, value: object, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(**{name: value})
+    config = config_of()
+    before = getattr(config, name)
+    with pytest.raises(ConfigError, match=message):
+        setattr(config, name, value)
+    assert getattr(config, name) == before
+
+
+def test_one_value_or_a_list_may_be_given() -> None:
+    config = config_of(cp_comm_type="all_gather", moe_router_load_balancing_type="none")
+    assert (config.cp_comm_types, config.load_balancing_types) == (("allgather",), ("none",))
+    config.cp_comm_type = ["p2p", "a2a"] * 2
+    config.moe_aux_loss_coeff = [0.1, 0.2]
+    assert config.cp_comm_types == ("p2p", "a2a", "p2p", "a2a")
+    assert config.aux_loss_coeffs == (0.1, 0.2)
+    assert config_of(cp_comm_type=None).cp_comm_types == ("p2p",)
+    assert hash(config) == hash(copy.deepcopy(config))
+
+
+def test_initializations_follow_the_fields_unless_they_are_given() -> None:
+    config = config_of(init_method_std=0.1, embedding_init_method_std=0.5)
+    assert (config.init_method.std, config.embedding_init_method.std) == (0.1, 0.5)
+    assert config.output_layer_init_method.std == pytest.approx(0.1 / 8**0.5)
+    deeper = replace(config, num_layers=16)
+    assert deeper.output_layer_init_method.std == pytest.approx(0.1 / 32**0.5)
+    given = partial(nn.init.constant_, val=3.0)
+    config = config_of(init_method=given, num_layers=1)
+    assert replace(config, num_layers=4).init_method is config.embedding_init_method is given
+
+
+@pytest.mark.parametrize("width", [8, 4])
+def test_a_function_initializes_parts_of_the_same_tensor(width: int) -> None:
+    def initialize(weight: Tensor) -> None:
+        assert weight.shape == (8, 3)
+        nn.init.normal_(weight)
+
+    model, whole = nn.Module(), nn.Module()
+    info: ParamInfo = param_info_for((8, 3), initialize)
+    shard = replace(info, shard_dim=0, shard_index=8 // width - 1, shard_count=8 // width)
+    state = torch.random.get_rng_state()
+    for module, record in ((model, shard), (whole, info)):
+        shape = (width if module is model else 8, 3)
+        module.weight = new_parameter(shape, torch.float32, record)
+        name_parameters(module)
+        initialize_parameters(module, 1)
+    assert torch.equal(model.weight, whole.weight[-width:])
+    assert float(whole.weight.detach().std()) > 0.3
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_configs_of_latent_attention_have_the_defaults_of_megatron_core() -> None:
+    config = MLATransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4)
+    assert config.multi_latent_attention
+    assert (config.q_lora_rank, config.rope_type, config.yarn_beta_fast) == (512, "yarn", 32)
+    assert (config.kv_channels, config.yarn_original_max_position_embeddings) == (192, 4096)
+
+
+def test_other_configs_take_dtypes_and_assignments_too() -> None:
+    optimizer = OptimizerConfig(lr=1e-3, exp_avg_dtype=torch.bfloat16, timers=print)
+    optimizer.exp_avg_sq_dtype = "fp16"
+    optimizer.lr = 0.1
+    with pytest.raises(ValueError, match="optimizer unknown: use one of adam, sgd"):
+        optimizer.optimizer = "unknown"
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    ddp.overlap_grad_reduce = True
+    with pytest.raises(ValueError, match="bucket_size 0: at least 1 is needed"):
+        ddp.bucket_size = 0
