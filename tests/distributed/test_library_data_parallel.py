@@ -6,13 +6,19 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
+)
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+    gather_uneven_dtensor_to_full_tensor,
+    preprocess_state_dict_for_uneven_dtensor,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.support import tolerances
@@ -21,11 +27,20 @@ from tests.support.ranks import run_ranks
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 100}
 
+FSDP = {
+    "use_megatron_fsdp": True,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+}
+
 
 def _train(rank: int, world_size: int, sharded: bool, ddp: dict) -> dict[str, Tensor]:
     parallel_state.initialize_model_parallel()
     config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, **ddp)
-    wrapper = DistributedDataParallel(ModelConfig(), config, TinyModel())
+    if config.use_megatron_fsdp:
+        wrapper = FullyShardedDataParallel(ModelConfig(), config, TinyModel(), [nn.Linear], False)
+        assert isinstance(wrapper, MegatronFSDP)
+    else:
+        wrapper = DistributedDataParallel(ModelConfig(), config, TinyModel())
     settings = OptimizerConfig(lr=0.01, weight_decay=0.1, use_distributed_optimizer=sharded)
     optimizer = get_megatron_optimizer(settings, [wrapper])
     for seed in range(4):
@@ -41,11 +56,17 @@ def _train(rank: int, world_size: int, sharded: bool, ddp: dict) -> dict[str, Te
         mean_loss(wrapper, token_batch(4, seed).chunk(world_size)[rank]).backward()
         finalize_model_grads([wrapper])
         optimizer.step()
-    return {name: value.clone() for name, value in wrapper.state_dict().items()}
+    weights = preprocess_state_dict_for_uneven_dtensor(wrapper.state_dict())
+    return {
+        name: gather_uneven_dtensor_to_full_tensor(value) if config.use_megatron_fsdp else value
+        for name, value in weights.items()
+    }
 
 
 @pytest.mark.parametrize(
-    ("sharded", "ddp"), [(False, {}), (True, {}), (True, OVERLAP)], ids=["plain", "ZeRO", "overlap"]
+    ("sharded", "ddp"),
+    [(False, {}), (True, {}), (True, OVERLAP), (True, FSDP)],
+    ids=["plain", "ZeRO", "overlap", "FSDP"],
 )
 def test_two_ranks_without_groups_train_as_adamw_on_the_whole_batch(sharded: bool, ddp: dict):
     expected = copy.deepcopy(TinyModel())

@@ -49,6 +49,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None:
             return importlib.machinery.ModuleSpec(fullname, _Loader(), is_package=is_package)
+        if is_package and spec.submodule_search_locations is None:
+            spec.submodule_search_locations = []  # Megatron Core has a package, we have a file
         if fullname in _homes and spec.loader is not None:
             execute = spec.loader.exec_module
 

@@ -41,12 +41,28 @@ NAMES: PathTable = {
     "core.transformer.fsdp_dtensor_checkpoint": {},
     "core.transformer.utils": {},
     # -- Training, optimizers and data parallelism
-    "core.distributed": {},
-    "core.distributed.finalize_model_grads": {},
-    "core.distributed.fsdp.mcore_fsdp_adapter": {},
-    "core.distributed.fsdp.src.megatron_fsdp": {},
-    "core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp": {},
-    "core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor": {},
+    "core.distributed": {"core.compat.distributed": "TorchFullyShardedDataParallel"},
+    "core.distributed.finalize_model_grads": {
+        "core.compat.distributed": "_flatten_dense_tensors _get_main_grad_attr _reshard_if_dtensor "
+        "_unflatten_dense_tensors _unshard_if_dtensor",
+        "core.utils": "get_attr_wrapped_model",
+    },
+    "core.distributed.fsdp.mcore_fsdp_adapter": {
+        "core.distributed.fsdp": "FullyShardedDataParallel "
+        "FullyShardedDataParallelV1=FullyShardedDataParallel "
+        "FullyShardedDataParallelV2=FullyShardedDataParallel",
+    },
+    "core.distributed.fsdp.src.megatron_fsdp": {
+        "core.distributed.fsdp": "MegatronFSDP=FullyShardedDataParallel"
+    },
+    "core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp": {
+        "core.distributed.fsdp": "MegatronFSDP=FullyShardedDataParallel"
+    },
+    "core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor": {
+        "core.compat.distributed": "gather_uneven_dtensor_to_full_tensor "
+        "preprocess_state_dict_for_uneven_dtensor "
+        "uneven_dtensor_to_full_tensor=gather_uneven_dtensor_to_full_tensor",
+    },
     "core.optimizer": {
         "core.compat.optimizer": "ChainedOptimizer param_group_identifier_keys "
         "get_standard_config_overrides",

@@ -31,6 +31,8 @@ def finalize_model_grads(
 
     ``num_tokens``: number of loss-bearing tokens of this rank (0 on stages without the loss), if
     losses are sums over tokens; gradients are then divided by the global number.
+    Modules with a static method ``end_batch(model, groups)`` then update the buffers that they
+    derive from the batch, such as the biases of MoE routers.
     ``grad_finalize_pgs``: an earlier name of ``pg_collection``.  Default: the groups of the model.
     """
     groups = pg_collection or grad_finalize_pgs or model[0].groups
@@ -44,6 +46,9 @@ def finalize_model_grads(
         total = total_tokens(num_tokens, groups)
         for chunk in model:
             chunk.scale_gradients(1.0 / total.clamp(min=1))
+    ends = (getattr(m, "end_batch", None) for chunk in model for m in chunk.modules())
+    for end_batch in dict.fromkeys(filter(None, ends)):
+        end_batch(model, groups)
 
 
 def _used_gradients(

@@ -73,6 +73,7 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 )
 from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.parallel.collectives import all_gather_single
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import FlatPart, ParamInfo, info_of, local_part, set_info
 
@@ -88,6 +89,11 @@ class FullyShardedDataParallel(DataParallelBase):
     parts only, without values: call `initialize_parameters` or load a checkpoint.
     """
 
+    @library_call(
+        "config ddp_config module fsdp_unit_modules disable_bucketing device grad_comm_pgs "
+        "model_comm_pgs",
+        unused="fsdp_unit_modules disable_bucketing device",
+    )
     def __init__(
         self,
         config: Any,

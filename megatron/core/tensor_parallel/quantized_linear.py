@@ -97,6 +97,11 @@ class AmaxHistory(nn.Module):
         past = self.amax_history[which]
         return past.amax() if self.recipe.takes_max else past[0]
 
+    @staticmethod
+    def end_batch(models: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
+        """Append to the histories; `finalize_model_grads` calls it once a step."""
+        update_amax_histories(models, groups)
+
     def end_pass(self) -> None:
         """Complete ``amax`` at the end of a step."""
 

@@ -25,8 +25,6 @@ from megatron.core.distributed.non_finite import LossCheck
 from megatron.core.params.param_info import local_part
 from megatron.core.pipeline_parallel.microbatch import StepHooks, StepLosses
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.tensor_parallel.quantized_linear import update_amax_histories
-from megatron.core.transformer.moe.router import update_expert_biases
 from megatron.training.data.loaders import read_ahead
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.models.registry import shape_of_microbatch
@@ -165,10 +163,7 @@ def reduce_gradients(run: TrainingRun, losses: StepLosses) -> None:
     chunks = list(_wrapped(run.model_chunks))
     barrier = run.config.optimizer.barrier_with_L1_time
     with timed(run.timers, "all-grads-sync", log_level=1, barrier=barrier):
-        finalize_model_grads(chunks, losses.num_tokens, run.groups)
-        if run.config.adapters.lora is None:  # else the routers are frozen
-            update_expert_biases(chunks, run.groups, run.config.model.moe_router_bias_update_rate)
-        update_amax_histories(chunks, run.groups)
+        finalize_model_grads(chunks, losses.num_tokens, pg_collection=run.groups)
 
 
 @in_phase("parameter update")

@@ -27,6 +27,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 from megatron.core.optimizer.reduced_precision_state import StateStorage
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from tests.support.one_rank_training import ModelConfig, TinyModel, mean_loss, token_batch
 
 NUMBERS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.5}
@@ -193,6 +194,18 @@ def test_main_parameters_take_wider_weights_of_a_state_dict():
         assert torch.equal(main_values(optimizer), expected.bfloat16().float())
         optimizer.reload_model_params(state_dict={"model": wide})
         assert torch.equal(main_values(optimizer), expected)
+
+
+def test_modules_end_the_batch_once_after_their_gradients():
+    class Counting(TinyModel):
+        ended: list[int] = []
+
+        @staticmethod
+        def end_batch(model: list[nn.Module], groups: ProcessGroupCollection) -> None:
+            Counting.ended.append(len(model))
+
+    finalize_model_grads([wrapped(Counting()), wrapped(Counting())])
+    assert Counting.ended == [2]
 
 
 def _groups(optimizer: MegatronOptimizer) -> set[tuple[float, float | None, int]]:

@@ -91,6 +91,11 @@ class TopKRouter(MegatronModule):
                 zeros = torch.zeros(self.num_experts, dtype=torch.float32, device=device.current())
             self.register_buffer(name, zeros, persistent=is_saved)
 
+    @staticmethod
+    def end_batch(models: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
+        """Update the biases of experts; `finalize_model_grads` calls it once a step."""
+        update_expert_biases(models, groups)
+
     def set_layer_number(self, layer_number: int) -> None:
         """Set the number of the layer, which counts from 1 over the complete model."""
         self.layer_number = layer_number
@@ -428,22 +433,22 @@ def balance_terms(config: TransformerConfig) -> list[tuple[str, float]]:
 
 
 @torch.no_grad()
-def update_expert_biases(
-    models: Sequence[nn.Module], groups: ProcessGroupCollection, rate: float
-) -> None:
-    """Raise the bias of experts with less than the mean load by ``rate``, lower that of the others.
+def update_expert_biases(models: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
+    """Raise the bias of experts with less than the mean load, lower that of the others.
 
-    Balances load without an auxiliary loss (arXiv 2408.15664).  The load is the number of tokens of
-    the global batch; the counts start again at 0.  Call it once per step.  Collective over
-    tp_dp_cp.
+    Balances load without an auxiliary loss (arXiv 2408.15664), by ``moe_router_bias_update_rate``.
+    The load is the number of tokens of the global batch; the counts start again at 0.  Frozen
+    routers keep their biases.  Call it once per step.  Collective over tp_dp_cp.
     """
-    routers = [m for model in models for m in model.modules() if isinstance(m, TopKRouter)]
+    every = [m for model in models for m in model.modules() if isinstance(m, TopKRouter)]
+    routers = [router for router in every if router.weight.requires_grad]
     counts = [r.local_tokens_per_expert for r in routers if r.local_tokens_per_expert is not None]
     if not counts:
         return
     total = torch.stack(counts)
     if groups.tp_dp_cp.size() > 1:
         dist.all_reduce(total, group=groups.tp_dp_cp)
+    rate = routers[0].config.moe_router_bias_update_rate
     steps = torch.sign(total.mean(-1, keepdim=True) - total) * rate
     for router, step in zip(routers, steps, strict=True):
         assert router.expert_bias is not None, "it comes with the counts"
