@@ -98,14 +98,6 @@ COMPATIBILITY_API = {
     "megatron.core.parallel.parallel_state": {
         "megatron/core/parallel_state.py",  # the import path of Megatron-LM
         "megatron/core/parallel/default_groups.py",  # groups that a caller leaves out
-        "megatron/core/models/gpt/gpt_model.py",
-        "megatron/core/models/bert/bert_model.py",
-        "megatron/core/models/T5/t5_model.py",
-        "megatron/core/models/mimo/submodules/audio.py",
-        "megatron/core/models/multimodal/llava_model.py",
-        "megatron/core/models/vision/clip_vit_model.py",
-        "megatron/core/models/vision/multimodal_projector.py",
-        "megatron/core/models/vision/radio.py",
         "megatron/core/pipeline_parallel/schedules.py",
         "megatron/core/utils.py",  # get_batch_on_this_cp_rank for scripts
         "megatron/core/tensor_parallel/random.py",

@@ -83,28 +83,40 @@ NAMES: PathTable = {
     "core.optimizer.qk_clip": {"core.compat.optimizer": "clip_qk"},
     "core.optimizer_param_scheduler": {"core.optimizer.param_groups": "ParamGroupOverride"},
     # -- Models, inference and packages before Megatron Core
-    "core.export.data_type": {},
-    "core.export.export_config": {},
-    "core.export.model_type": {},
-    "core.export.trtllm.model_to_trllm_mapping.default_conversion_dict": {},
-    "core.export.trtllm.trtllm_helper": {},
-    "core.models.common.embeddings": {},
-    "core.models.common.embeddings.rope_utils": {},
-    "core.models.common.embeddings.rotary_pos_embedding": {},
-    "core.models.common.model_chunk_schedule_plan": {},
-    "core.models.huggingface": {},
-    "core.models.retro": {},
-    "core.models.retro.config": {},
-    "core.models.retro.decoder_spec": {},
-    "core.models.retro.utils": {},
-    "core.post_training.modelopt.gpt.model_specs": {},
-    "core.post_training.modelopt.layers": {},
-    "core.post_training.modelopt.mamba.model_specs": {},
-    "legacy.model.enums": {},
-    "legacy.model.fused_bias_gelu": {},
-    "legacy.model.fused_softmax": {},
-    "legacy.model.module": {},
-    "legacy.model.utils": {},
+    "core.models.common.embeddings": {
+        "core.compat.models": "YarnRotaryEmbedding",
+        "core.models.common.embeddings.rope_utils": "apply_rotary_pos_emb",
+        "core.transformer.rope": "_yarn_get_mscale=yarn_mscale",
+    },
+    "core.models.common.embeddings.rotary_pos_embedding": {
+        "core.models.common.embeddings.rope_utils": "_apply_rotary_pos_emb_bshd "
+        "_apply_rotary_pos_emb_thd _rotate_half apply_rotary_pos_emb get_pos_emb_on_this_cp_rank"
+    },
+    "core.models.common.embeddings.yarn_rotary_pos_embedding": {
+        "core.compat.models": "YarnRotaryEmbedding",
+        "core.transformer.rope": "_yarn_get_mscale=yarn_mscale",
+    },
+    "core.models.huggingface": {
+        "core.compat.models": "HuggingFaceModule",
+        "core.models.huggingface.module": "get_hf_model_type",
+    },
+    "core.models.huggingface.module": {"core.compat.models": "HuggingFaceModule"},
+    "core.models.hybrid.hybrid_block": {
+        "core.ssm.mamba_block": "HybridStack=MambaStack HybridStackSubmodules=MambaStackSubmodules"
+    },
+    "core.models.hybrid.hybrid_layer_specs": {
+        "core.models.mamba.mamba_layer_specs": "hybrid_stack_spec=mamba_stack_spec"
+    },
+    "core.models.hybrid.hybrid_model": {"core.compat.models": "HybridModel"},
+    "legacy.model.enums": {"core.enums": "AttnMaskType AttnType LayerType"},
+    "legacy.model.fused_bias_gelu": {"core.fusions.fused_bias_gelu": "bias_gelu_impl"},
+    "legacy.model.fused_softmax": {"core.fusions.fused_softmax": "FusedScaleMaskSoftmax"},
+    "legacy.model.module": {"core.transformer.module": "MegatronModule"},
+    "legacy.model.utils": {
+        "core.activations": "openai_gelu",
+        "core.compat.models": "attention_mask_func erf_gelu get_linear_layer get_norm",
+        "core.utils": "init_method_normal scaled_init_method_normal",
+    },
     # -- Transformer layers
     "core.extensions.transformer_engine": {},
     "core.extensions.transformer_engine_spec_provider": {},

@@ -27,7 +27,11 @@ _GROUPS = {
     "pp_group": "pp",
     "dp_group": "dp",
 }
-_FORMER_NAMES = {"model_comm_pgs": "pg_collection", "grad_comm_pgs": "pg_collection"}
+_FORMER_NAMES = {
+    "model_comm_pgs": "pg_collection",
+    "grad_comm_pgs": "pg_collection",
+    "inference_params": "inference_context",
+}
 
 
 def default_groups() -> ProcessGroupCollection:
@@ -45,16 +49,18 @@ def library_call(order: str = "", *, unused: str = "") -> Callable[[F], F]:
 
     Process groups may be left out, or be None; `_FORMER_NAMES` are accepted.  A module without
     groups may be outside a model, which would initialize it: its ``fill_parameters`` is called
-    after construction.  ``order``: names of
-    the positional arguments in Megatron Core's order, without ``self``, if this function takes
-    fewer of them.  ``unused``: arguments of Megatron Core that have no counterpart here; they are
-    accepted and have no effect.
+    after construction.  ``order``: names of the positional arguments in Megatron Core's order,
+    without ``self``, if this function takes fewer of them; "..." stands for those that it takes.
+    ``unused``: arguments of Megatron Core that have no counterpart here; they are accepted and have
+    no effect.
     """
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
         own = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        names = [*own[: own[:1] == ["self"]], *order.split()] if order else own
+        is_method = own[:1] == ["self"]
+        given = order.replace("...", " ".join(own[is_method:])).split()
+        names = [*own[:is_method], *given] if order else own
         known = frozenset(signature.parameters)
         ignored = frozenset(unused.split()) - known
         is_constructor = function.__name__ == "__init__"
@@ -65,7 +71,9 @@ def library_call(order: str = "", *, unused: str = "") -> Callable[[F], F]:
             kwargs |= dict(zip(names[len(own) :], args[len(own) :], strict=False))
             for former, name in _FORMER_NAMES.items():
                 if former in kwargs and name in known:
-                    kwargs[name] = kwargs.pop(former) or kwargs.get(name)
+                    value = kwargs.pop(former)
+                    if value is not None:
+                        kwargs[name] = value
             for name in ignored & kwargs.keys():
                 del kwargs[name]
             return args[: len(own)] if len(args) <= len(names) else args

@@ -46,6 +46,11 @@ def before_reading(module: nn.Module) -> None:
         hook(module, ())
 
 
+def is_replaced(method: Callable[..., Any]) -> bool:
+    """Whether a project has defined this method of a class, or has assigned it to the class."""
+    return not method.__module__.startswith("megatron.core.")
+
+
 def frozen_models(chunks: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Yield the models that run beside those of ``chunks`` and are not trained.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,11 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.fusions.rope import RotaryTable
-from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel.context_parallel_partition import held_tokens
+from megatron.core.parallel.default_groups import library_call
+from megatron.core.parallel.process_groups_config import get_installed
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +59,12 @@ class RopeScaling:
         return 1.0
 
 
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """Return YaRN's attention scaling, 0.1 * mscale * ln(factor) + 1; 1 without extension.
+def yarn_mscale(scale: float = 1.0, mscale: float = 1.0) -> float:
+    """Return YaRN's attention scaling, 0.1 * mscale * ln(scale) + 1; 1 without extension.
 
-    ``factor``: context extension, new length over original length.
+    ``scale``: context extension, new length over original length.
     """
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1 else 1.0
 
 
 def base_frequencies(width: int, base: float) -> Tensor:
@@ -98,6 +103,12 @@ def yarn_frequencies(width: int, base: float, scaling: RopeScaling) -> Tensor:
     return frequencies / scaling.factor * share + frequencies * (1 - share)
 
 
+def table_of_angles(angles: Tensor, interleaved: bool, dtype: torch.dtype) -> RotaryTable:
+    """Return the table for the angle of each channel, [s, 1 or b, 1, r]."""
+    pairs = angles[..., ::2] if interleaved else angles[..., : angles.shape[-1] // 2]
+    return RotaryTable(pairs.cos().to(dtype), pairs.sin().to(dtype), interleaved)
+
+
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding of one model; caches the last table."""
 
@@ -110,33 +121,67 @@ class RotaryEmbedding(nn.Module):
         rotary_base: float = 10000,
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
+        use_cpu_initialization: bool = False,
+        cp_group: ProcessGroup | None = None,
         *,
         scaling: RopeScaling | None = None,
         window_base: float | None = None,
     ) -> None:
         """Set the parameters.  ``rope_scaling`` means Llama 3's scaling; ``scaling`` overrides it.
 
+        ``use_cpu_initialization`` has no effect: frequencies are computed on the CPU and move to
+        the device in the first call.  ``cp_group``, by default that of `parallel_state` if it is
+        initialized, shards the result of `forward`.
+
         ``seq_len_interpolation_factor`` divides positions.  ``window_base``: layers with a sliding
         window have frequencies of this base, without scaling and interpolation.
         """
         super().__init__()
         self.width = int(kv_channels * rotary_percent) // 2 * 2
-        self.base, self.interleaved = rotary_base, rotary_interleaved
-        self.interpolation_factor = seq_len_interpolation_factor
+        self.base, self.rotary_interleaved = rotary_base, rotary_interleaved
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        if cp_group is None and (groups := get_installed()) is not None:
+            cp_group = groups.cp
+        self.cp_group = cp_group
         if scaling is None and rope_scaling:
             scaling = RopeScaling(kind="llama3", factor=rope_scaling_factor)
         self.scaling = scaling
         self.windowed: RotaryEmbedding | None = None
         if window_base is not None:
             self.windowed = RotaryEmbedding(
-                kv_channels, rotary_percent, rotary_interleaved, rotary_base=window_base
+                kv_channels,
+                rotary_percent,
+                rotary_interleaved,
+                rotary_base=window_base,
+                cp_group=cp_group,
             )
         self._table: RotaryTable | None = None
         self._table_key: object = None
         self._held: Tensor | None = None
+        self._assigned: Tensor | None = None  # frequencies that a project has set
         self._on_device: dict[object, Tensor] = {}  # frequencies, by context and device
         # Whether angles depend on the length of the context, as LongRoPE's do.
         self.reads_context = scaling is not None and scaling.kind == "longrope"
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """The frequencies [r/2] of contexts that are not extended; a project may assign others."""
+        return self._frequencies_on(device.current(), 0)
+
+    @inv_freq.setter
+    def inv_freq(self, frequencies: Tensor) -> None:
+        self._assigned, self._table = frequencies, None
+        self._on_device.clear()
+
+    def _frequencies_on(self, where: torch.device, num_positions: int) -> Tensor:
+        longest = self.scaling.original_max_positions if self.scaling else 0
+        is_long = self.reads_context and num_positions > longest
+        key = is_long, where
+        if key not in self._on_device:  # the host would wait for each copy
+            found = None if is_long else self._assigned
+            found = self.frequencies(num_positions) if found is None else found
+            self._on_device[key] = found.to(where)
+        return self._on_device[key]
 
     def frequencies(self, num_positions: int) -> Tensor:
         """Return the frequencies for contexts of ``num_positions``: [r/2] float32 on the CPU."""
@@ -157,14 +202,9 @@ class RotaryEmbedding(nn.Module):
     def angles(self, positions: Tensor, num_positions: int) -> Tensor:
         """Return the angle of each pair at positions of any shape: [..., r/2] float32."""
         where = positions.float()
-        if self.interpolation_factor is not None:
-            where = where / self.interpolation_factor
-        scaling = self.scaling
-        is_long = scaling is not None and num_positions > scaling.original_max_positions
-        key = is_long, positions.device
-        if key not in self._on_device:  # the host would wait for each copy
-            self._on_device[key] = self.frequencies(num_positions).to(positions.device)
-        return where.unsqueeze(-1) * self._on_device[key]
+        if self.seq_len_interpolation_factor is not None:
+            where = where / self.seq_len_interpolation_factor
+        return where.unsqueeze(-1) * self._frequencies_on(positions.device, num_positions)
 
     def table(
         self, num_positions: int, offset: int, dtype: torch.dtype, held: Tensor | None = None
@@ -207,16 +247,64 @@ class RotaryEmbedding(nn.Module):
         windowed = None
         if self.windowed is not None:
             windowed = self.windowed.table_at(positions, num_positions, dtype)
-        return RotaryTable(cos.to(dtype), sin.to(dtype), self.interleaved, windowed)
+        return RotaryTable(cos.to(dtype), sin.to(dtype), self.rotary_interleaved, windowed)
 
-    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Return the rotation angle of each channel: [s, 1, 1, r] float32 (Megatron-LM's call)."""
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False) -> Tensor:
+        """Return the rotation angle of each channel: [s, 1, 1, r] float32 (Megatron-LM's call).
+
+        With a ``cp_group`` the result has the positions of this rank's tokens, but all positions
+        for packed sequences.
+        """
         positions = torch.arange(offset, offset + max_seq_len, device=device.current())
+        if not packed_seq:
+            positions = positions[self._held_tokens(max_seq_len)]
         return self._of_channels(self.angles(positions, offset + max_seq_len))[:, None, None]
+
+    def _held_tokens(self, num_tokens: int) -> Tensor | slice:
+        """Return the places of this context-parallel rank's tokens in a sequence."""
+        group = self.cp_group
+        if group is None or group.size() == 1:
+            return slice(None)
+        return held_tokens((num_tokens,), group.rank(), group.size(), device.current())
+
+    def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Return the angle of each pair: [s, r/2] float32."""
+        positions = torch.arange(offset, offset + max_seq_len, device=device.current())
+        return self.angles(positions, offset + max_seq_len)
+
+    def get_cos_sin(self, max_seq_len: int, offset: int = 0) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of the angle of each pair: [s, r/2] float32."""
+        angles = self.get_freqs_non_repeated(max_seq_len, offset)
+        return angles.cos(), angles.sin()
+
+    @library_call()
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Tensor,
+        transformer_config: TransformerConfig,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> int:
+        """Return the number of positions for `forward` in a model that a project has written.
+
+        ``transformer``: its layers, which receive ``transformer_input`` or a stage's output.
+        """
+        if packed_seq_params is not None:
+            longest = packed_seq_params.max_seqlen_q, packed_seq_params.max_seqlen_kv
+            return max(int(length or 0) for length in longest)
+        sizes = transformer_config
+        if inference_context is not None:
+            return int(inference_context.max_sequence_length) * sizes.context_parallel_size
+        received = getattr(transformer, "input_tensor", None)
+        length = len(transformer_input if received is None else received)
+        if sizes.sequence_parallel:
+            length *= sizes.tensor_model_parallel_size
+        return length * sizes.context_parallel_size
 
     def _of_channels(self, angles: Tensor) -> Tensor:
         """Return the angle of each channel: [..., r/2] -> [..., r]."""
-        if self.interleaved:
+        if self.rotary_interleaved:
             return torch.stack((angles, angles), -1).flatten(-2)
         return torch.cat((angles, angles), -1)
 
@@ -244,8 +332,8 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
             rotary_interleaved,
             seq_len_interpolation_factor,
             rotary_base,
+            cp_group=cp_group,
         )
-        self.cp_group = cp_group
 
     def forward(self, position_ids: Tensor, mrope_section: Sequence[int]) -> Tensor:  # type: ignore[override]
         """Return the rotation angle of each channel: [3, b, s] -> [s, b, 1, r] float32.
@@ -254,19 +342,14 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
         rank's tokens.
         """
         angles = self._channel_angles(position_ids, mrope_section)
-        group = self.cp_group
-        if group is None or group.size() == 1:
-            return angles
-        lengths = row_lengths(None, len(angles))
-        return angles[held_tokens(lengths, group.rank(), group.size(), angles.device)]
+        return angles[self._held_tokens(len(angles))]
 
     def table_of_grid(
         self, position_ids: Tensor, mrope_section: Sequence[int], dtype: torch.dtype
     ) -> RotaryTable:
         """Return the table of the tokens at ``position_ids`` [3, b, s]."""
         angles = self._channel_angles(position_ids, mrope_section)
-        angles = angles[..., ::2] if self.interleaved else angles[..., : self.width // 2]
-        return RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype), self.interleaved)
+        return table_of_angles(angles, self.rotary_interleaved, dtype)
 
     def _channel_angles(self, position_ids: Tensor, sections: Sequence[int]) -> Tensor:
         """Return [s, b, 1, r]; the list of sections applies twice, once to each half."""

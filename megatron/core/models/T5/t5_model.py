@@ -24,7 +24,7 @@ from megatron.core.models.common.language_module.language_module import (
     LanguageModule,
     mark_as_shared_embedding,
 )
-from megatron.core.parallel import parallel_state
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of
 from megatron.core.transformer.attention_masks import band
@@ -42,6 +42,7 @@ class T5Model(LanguageModule):
 
     position_types = ("learned_absolute", "rope", "relative", "none")
 
+    @library_call("... model_comm_pgs")
     def __init__(
         self,
         config: TransformerConfig,
@@ -62,7 +63,8 @@ class T5Model(LanguageModule):
         relative_attention_max_distance: int = 128,
         add_encoder: bool = True,
         add_decoder: bool = True,
-        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
         **of_language: Any,
     ) -> None:
         """``config`` is the decoder's; ``encoder_config`` differs in the number of layers only.
@@ -70,10 +72,8 @@ class T5Model(LanguageModule):
         With ``add_encoder`` False the model is a decoder and receives the encoder's hidden states.
         ``of_language``: further arguments of `LanguageModule`.
         """
-        groups = parallel_state.current() if pg_collection is None else pg_collection
-        super().__init__(
-            config,
-            groups,
+        super().__init__(config, pg_collection=pg_collection)
+        self.set_language_options(
             vocab_size,
             max_sequence_length,
             pre_process,
@@ -86,19 +86,21 @@ class T5Model(LanguageModule):
             seq_len_interpolation_factor=seq_len_interpolation_factor,
             **of_language,
         )
-        self.encoder_stages = _encoder_stages(config, groups.pp.size())
+        self.encoder_stages = _encoder_stages(config, self.pp_group.size())
         self.input_tensor: Tensor | None = None
-        self.looks_up = groups.pp.rank() in (0, self.encoder_stages)
-        self.has_embedding = self.looks_up
+        self.looks_up = self.pp_group.rank() in (0, self.encoder_stages)
         if self.looks_up:
             self.embedding = self.build_embedding()
-            for param in self.embedding.parameters() if groups.pp.size() > 1 else ():
+            for param in self.embedding.parameters() if self.pp_group.size() > 1 else ():
                 if info_of(param).shared_over is None:
                     mark_as_shared_embedding(param, is_copy=not pre_process, over="pos_embd")
         buckets = relative_attention_num_buckets, relative_attention_max_distance
         depths = encoder_config.num_layers, config.num_layers
         in_encoder, in_decoder = stacked_ranges(
-            depths, self.encoder_stages, pp_rank=groups.pp.rank(), num_ranks=groups.pp.size()
+            depths,
+            self.encoder_stages,
+            pp_rank=self.pp_group.rank(),
+            num_ranks=self.pp_group.size(),
         )
         self.encoder: TransformerBlock | None = None
         self.decoder: TransformerBlock | None = None
@@ -154,6 +156,7 @@ class T5Model(LanguageModule):
         """Set the hidden states that the previous stage sent."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
+    @library_call("... packed_seq_params")
     def forward(
         self,
         encoder_input_ids: Tensor | None,
@@ -166,6 +169,7 @@ class T5Model(LanguageModule):
         output_encoder_hidden_only: bool = False,
         inference_context: KVCache | None = None,
         *,
+        packed_seq_params: None = None,
         runtime_gather_output: bool | None = None,
     ) -> Tensor:
         """Map ids [b, s] and [b, t] to the loss of each token [b, t], or to logits [b, t, v].
@@ -177,6 +181,8 @@ class T5Model(LanguageModule):
         the encoder.  Every stage but the last returns what the next stage needs.  All stages of
         the encoder need the encoder's ids, all stages of the decoder the decoder's.
         """
+        if packed_seq_params is not None:
+            raise ConfigError("T5 does not support packed sequences: pass a row for each")
         received, self.input_tensor = self.input_tensor, None  # it is freed in backward
         context, hidden = encoder_hidden_states, None
         if self.encoder is not None and context is None:

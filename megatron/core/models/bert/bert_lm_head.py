@@ -33,7 +33,7 @@ class BertLMHead(MegatronModule):
             config, hidden_size, config.layernorm_epsilon, has_partial_gradient=False
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """Transform hidden states [.., h] -> [.., h]."""
-        out: Tensor = self.layer_norm(F.gelu(self.dense(hidden)))
+        out: Tensor = self.layer_norm(F.gelu(self.dense(hidden_states)))
         return out

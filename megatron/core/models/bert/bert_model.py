@@ -18,7 +18,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.models.bert.bert_lm_head import BertLMHead, dense
 from megatron.core.models.bert.pooler import Pooler, mean_of_text
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.parallel import parallel_state
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -31,6 +31,7 @@ class BertModel(LanguageModule):
 
     position_types = ("learned_absolute", "rope", "none")
 
+    @library_call()
     def __init__(
         self,
         config: TransformerConfig,
@@ -49,22 +50,21 @@ class BertModel(LanguageModule):
         add_binary_head: bool = True,
         return_embeddings: bool = False,
         vp_stage: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
         **of_language: Any,
     ) -> None:
         """With ``return_embeddings`` the model returns the mean over each text, without heads.
 
         ``of_language``: further arguments of `LanguageModule`.
         """
-        groups = parallel_state.current() if pg_collection is None else pg_collection
-        if groups.cp.size() > 1:
+        if pg_collection.cp.size() > 1:
             raise ConfigError(
-                f"--context-parallel-size {groups.cp.size()}: BERT does not support it; use "
+                f"--context-parallel-size {pg_collection.cp.size()}: BERT does not support it; use "
                 "--context-parallel-size 1"
             )
-        super().__init__(
-            config,
-            groups,
+        super().__init__(config, pg_collection=pg_collection)
+        self.set_language_options(
             vocab_size,
             max_sequence_length,
             pre_process,
@@ -86,7 +86,7 @@ class BertModel(LanguageModule):
             transformer_layer_spec,
             pre_process=pre_process,
             post_process=post_process,
-            pg_collection=groups,
+            pg_collection=pg_collection,
             vp_stage=vp_stage,
         )
         if post_process:
@@ -103,6 +103,7 @@ class BertModel(LanguageModule):
         """Set the hidden states that the previous stage sent."""
         self.encoder.set_input_tensor(input_tensor)
 
+    @library_call()
     def forward(
         self,
         input_ids: Tensor | None,

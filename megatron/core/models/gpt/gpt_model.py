@@ -13,16 +13,20 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.enums import ModelType as ModelType
+from megatron.core.fusions.rope import RotaryTable
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
-from megatron.core.parallel import parallel_state
 from megatron.core.parallel.context_parallel_partition import row_lengths
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, set_info
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttentionBase
 from megatron.core.transformer.attention_masks import is_causal_mask
 from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.module import is_replaced
 from megatron.core.transformer.multi_token_prediction import MultiTokenPrediction, tokens_ahead
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -34,6 +38,7 @@ class GPTModel(LanguageModule):
 
     position_types = ("learned_absolute", "rope", "mrope", "alibi", "none")
 
+    @library_call("... model_comm_pgs vp_stage")
     def __init__(
         self,
         config: TransformerConfig,
@@ -53,19 +58,17 @@ class GPTModel(LanguageModule):
         scatter_embedding_sequence_parallel: bool = True,
         seq_len_interpolation_factor: float | None = None,
         mtp_block_spec: Slot | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        vp_stage: int | None = None,
         *,
+        pg_collection: ProcessGroupCollection,
+        vp_stage: int | None = None,
         unpadded_vocab_size: int | None = None,
     ) -> None:
         """``vocab_size`` includes padding rows, ``unpadded_vocab_size`` does not.
 
         ``unpadded_vocab_size`` defaults to the size that ``vocab_size`` was padded from.
         """
-        groups = parallel_state.current() if pg_collection is None else pg_collection
-        super().__init__(
-            config,
-            groups,
+        super().__init__(config, pg_collection=pg_collection)
+        self.set_language_options(
             vocab_size,
             max_sequence_length,
             pre_process,
@@ -88,16 +91,18 @@ class GPTModel(LanguageModule):
                 "--mtp-num-layers does not support --position-embedding-type learned_absolute: "
                 "use rope, alibi or none"
             )
-        self.has_embedding = pre_process or (predicts_ahead and post_process)
-        if self.has_embedding:
+        self.transformer_layer_spec, self.mtp_block_spec = transformer_layer_spec, mtp_block_spec
+        if pre_process or (predicts_ahead and post_process):
             self.embedding = self.build_embedding(
                 scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
-                is_shared=predicts_ahead and groups.pp.size() > 1,
+                is_shared=predicts_ahead and self.pp_group.size() > 1,
             )
         self.decoder = self.build_decoder(transformer_layer_spec)
+        self._has_own_attention: bool | None = None  # known after the first forward pass
         self.mtp: MultiTokenPrediction | None = None
+        self.mtp_process = predicts_ahead and post_process
         if mtp_block_spec is not None and post_process:
-            self.mtp = MultiTokenPrediction(config, mtp_block_spec, pg_collection=groups)
+            self.mtp = MultiTokenPrediction(config, mtp_block_spec, pg_collection=pg_collection)
         if post_process:
             self.output_layer = self.build_output_layer()
         self.finalize_parameters("decoder")
@@ -117,6 +122,7 @@ class GPTModel(LanguageModule):
         """Set the hidden states that the previous stage sent."""
         self.decoder.set_input_tensor(input_tensor)
 
+    @library_call()
     def forward(
         self,
         input_ids: Tensor | None,
@@ -143,38 +149,119 @@ class GPTModel(LanguageModule):
         returned losses.  Multi-token prediction runs in training only: it applies the mask to its
         own losses, whose gradients are added in the backward pass.
         """
-        hidden: Tensor | None = decoder_input
-        if hidden is None and self.pre_process:
-            hidden = self.embedding(input_ids, position_ids)
-        cp = self.pg_collection.cp
-        if isinstance(attention_mask, Tensor) and cp.size() == 1 and not device.is_cuda():
+        prepared = self._preprocess(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            decoder_input=decoder_input,
+            inference_context=inference_context,
+            packed_seq_params=packed_seq_params,
+        )
+        hidden, rotary, cos, sin, offset = prepared[:5]
+        if (
+            isinstance(attention_mask, Tensor)
+            and self.cp_group.size() == 1
+            and not device.is_cuda()
+        ):
             # Plain causality has faster ways; on a GPU the comparison would wait for the device,
             # and ranks that share a sequence must agree.
             attention_mask = None if is_causal_mask(attention_mask) else attention_mask
-        # The lengths of packed sequences tell how many tokens this rank must have.
-        self.check_share(position_ids if packed_seq_params is None else None, inference_context)
         received = self.decoder.input_tensor if decoder_input is None else decoder_input
         row = self.tokens_in_row(input_ids, received), packed_seq_params, inference_context
-        shared: dict[str, object] = {
-            "rotary_pos_emb": self.rotary_table(*row, position_ids),
-            "attention_bias": self.attention_bias(*row),
-            "packed_seq_params": packed_seq_params,
-        }
         hidden = self.decoder(
             hidden,
             attention_mask,
             inference_context=inference_context,
-            **shared,
+            rotary_pos_emb=rotary,
+            attention_bias=self.attention_bias(*row),
+            packed_seq_params=packed_seq_params,
             **(extra_block_kwargs or {}),
         )
+        return self._postprocess(
+            hidden_states=hidden,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            labels=labels,
+            rotary_pos_emb=rotary,
+            rotary_pos_cos=cos,
+            rotary_pos_sin=sin,
+            mtp_in_postprocess=self.mtp_process,
+            loss_mask=loss_mask,
+            decoder_input=decoder_input,
+            attention_mask=attention_mask,
+            packed_seq_params=packed_seq_params,
+            sequence_len_offset=offset,
+            runtime_gather_output=runtime_gather_output,
+            extra_block_kwargs=extra_block_kwargs,
+            inference_context=inference_context,
+        )
+
+    def _preprocess(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        decoder_input: Tensor | None = None,
+        inference_context: KVCache | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[Tensor | None, RotaryTable | Tensor | None, None, None, None]:
+        """Return the decoder's input [s, b, h], None on later stages, and its rotary embedding.
+
+        Projects override this method and `_postprocess`, or call them from a forward pass of their
+        own: the arguments and the number of results are Megatron Core's.
+        """
+        hidden: Tensor | None = decoder_input
+        if hidden is None and self.pre_process:
+            hidden = self.embedding(input_ids, position_ids)
+        # The lengths of packed sequences tell how many tokens this rank must have.
+        self.check_share(position_ids if packed_seq_params is None else None, inference_context)
+        received = self.decoder.input_tensor if decoder_input is None else decoder_input
+        row = self.tokens_in_row(input_ids, received), packed_seq_params, inference_context
+        has_angles = inference_context is None and self._reads_angles()
+        rotary = (self.rotary_angles if has_angles else self.rotary_table)(*row, position_ids)
+        return hidden, rotary, None, None, None
+
+    def _reads_angles(self) -> bool:
+        """Whether a project's rotary embedding or attention is in use, which deals in angles."""
+        if self.rotary_pos_emb is None or is_replaced(type(self.rotary_pos_emb).forward):
+            return self.rotary_pos_emb is not None
+        if self._has_own_attention is None:
+            parts = (part for part in self.decoder.modules() if isinstance(part, SelfAttentionBase))
+            self._has_own_attention = any(is_replaced(type(part).forward) for part in parts)
+        return self._has_own_attention
+
+    def _postprocess(
+        self,
+        hidden_states: Tensor,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        labels: Tensor | None,
+        rotary_pos_emb: Any,
+        rotary_pos_cos: Any = None,
+        rotary_pos_sin: Any = None,
+        mtp_in_postprocess: bool | None = None,
+        loss_mask: Tensor | None = None,
+        decoder_input: Tensor | None = None,
+        attention_mask: AttentionMask | None = None,
+        inference_params: KVCache | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: Any = None,
+        runtime_gather_output: bool | None = None,
+        extra_block_kwargs: dict[str, object] | None = None,
+        inference_context: KVCache | None = None,
+    ) -> Tensor:
+        """Map the decoder's hidden states [s, b, h] to losses or logits, as `forward` returns them.
+
+        See `_preprocess`; some arguments are there for methods that override this one.
+        """
         if not self.post_process:
-            return hidden
-        if labels is not None:
-            if self.mtp is not None and self.training:
-                rows = input_ids, labels, loss_mask
-                hidden = self._with_predictions(hidden, rows, row[0], attention_mask, shared)
-            return (self.loss_runner or self.token_losses)(hidden, labels)
-        return self.generated_logits(hidden, inference_context, runtime_gather_output)
+            return hidden_states
+        if labels is None:
+            cache = inference_params if inference_context is None else inference_context
+            return self.generated_logits(hidden_states, cache, runtime_gather_output)
+        if mtp_in_postprocess and self.training:
+            rows = input_ids, labels, loss_mask
+            shared = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
+            hidden_states = self._with_predictions(hidden_states, rows, attention_mask, shared)
+        return (self.loss_runner or self.token_losses)(hidden_states, labels)
 
     def predict_ahead(self, hidden: Tensor, tokens: Tensor, depth: int, cache: KVCache) -> Tensor:
         """Return the hidden states [N, 1, h] of MTP ``depth`` (from 0) in generation.
@@ -197,7 +284,6 @@ class GPTModel(LanguageModule):
         self,
         hidden: Tensor,
         rows: tuple[Tensor | None, Tensor, Tensor | None],
-        num_tokens: int,
         attention_mask: AttentionMask | None,
         shared: dict[str, Any],
     ) -> Tensor:
@@ -210,8 +296,9 @@ class GPTModel(LanguageModule):
         assert tokens is not None, "multi-token prediction embeds tokens on the last stage"
         if mask is None:
             mask = torch.ones(labels.shape, device=labels.device)
-        cp = self.pg_collection.cp
+        cp, num_tokens = self.cp_group, tokens.shape[1]
         packed = shared["packed_seq_params"]
+        shared |= {"attention_bias": self.attention_bias(num_tokens, packed, None)}
         lengths = row_lengths(packed and packed.lengths, num_tokens * cp.size())
         depths = tokens_ahead((tokens, labels, mask), self.mtp.num_depths, lengths, cp)
         state = hidden

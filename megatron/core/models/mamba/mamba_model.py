@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -15,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class MambaModel(GPTModel):
     """Embedding, a Mamba or hybrid stack, output layer; called like a `GPTModel`."""
 
+    @library_call("... model_comm_pgs")
     def __init__(
         self,
         config: TransformerConfig,
@@ -34,7 +36,8 @@ class MambaModel(GPTModel):
         rotary_base: float = 10000,
         scatter_embedding_sequence_parallel: bool = True,
         seq_len_interpolation_factor: float | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
         vp_stage: int | None = None,
         **of_gpt: Any,
     ) -> None:

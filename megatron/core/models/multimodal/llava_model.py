@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import device
-from megatron.core.config.errors import DataError
+from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.multimodal.context_parallel import (
@@ -33,8 +33,8 @@ from megatron.core.models.vision.clip_vit_model import (
 from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.models.vision.multimodal_projector import pixel_shuffle as pixel_shuffle
 from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
-from megatron.core.parallel import parallel_state
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import name_parameters, prefix_names
 from megatron.core.tile_arrangement import NEWLINE, TileArrangement
@@ -57,6 +57,9 @@ class LLaVAModel(MegatronModule):
 
     reads_values = True
 
+    @library_call(
+        unused="allow_missing_vision_projection_checkpoint add_decoder max_num_tiles tokenizer_type"
+    )
     def __init__(
         self,
         language_transformer_config: TransformerConfig,
@@ -82,7 +85,7 @@ class LLaVAModel(MegatronModule):
         row_length: int | None = None,
         has_image_newline: bool = False,
         packs_samples: Literal["no", "mask", "bounds"] = "no",
-        pg_collection: ProcessGroupCollection | None = None,
+        pg_collection: ProcessGroupCollection,
         vp_stage: int | None = None,
         **of_language: Any,
     ) -> None:
@@ -93,10 +96,10 @@ class LLaVAModel(MegatronModule):
         ``has_image_newline``: tiles are arranged in rows that end with an embedding of their own,
         as in LLaVA-NeXT.  ``packs_samples``: a row has several samples, whose ``position_ids``
         begin at 0 and which do not attend to each other, by a mask or by bounds for attention
-        kernels.  ``of_language``: further arguments of `GPTModel`.  A stage has the encoder if it
-        is the first and ``add_encoder``.
+        kernels.  ``of_language``: further arguments of `GPTModel`; their names may begin with
+        ``language_``.  A stage has the encoder if it is the first and ``add_encoder``.
         """
-        groups = parallel_state.current() if pg_collection is None else pg_collection
+        groups = pg_collection
         super().__init__(language_transformer_config)
         self.pg_collection = groups
         self.pre_process = pre_process
@@ -116,7 +119,7 @@ class LLaVAModel(MegatronModule):
             scatter_embedding_sequence_parallel=False,  # the sequence is complete only afterwards
             pg_collection=groups,
             vp_stage=vp_stage,
-            **of_language,
+            **{name.removeprefix("language_"): value for name, value in of_language.items()},
         )
         subtype = vision_model_subtype
         self.embeddings_per_tile = get_num_image_embeddings(
@@ -188,6 +191,7 @@ class LLaVAModel(MegatronModule):
         """Set the hidden states that the previous stage sent."""
         self.language_model.set_input_tensor(input_tensor)
 
+    @library_call()
     def forward(
         self,
         images: Tensor | None,
@@ -196,29 +200,35 @@ class LLaVAModel(MegatronModule):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        inference_context: None = None,
         num_image_tiles: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        image_token_index: int | None = None,
         runtime_gather_output: bool | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         *,
         arrangements: Sequence[TileArrangement] | None = None,
         image_sizes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Map tiles [t, 3, H, W] and ids [b, s] to losses [b, L] and the loss mask [b, L].
 
-        An id ``image_token_index`` stands for the next image, which has the next number of
-        ``num_image_tiles``; these are [b, s] with 0 at text and -1 at padding behind it, which no
-        expert computes, or one number per image (default: one tile each).  ``arrangements``, one
-        per image, order the embeddings of its tiles instead, and give their numbers; they follow
-        from ``image_sizes`` [images, 4], the fields of `TileArrangement` but the last, whose values
-        the host reads.  Without labels the first result are logits; stages before the last return
-        hidden states.  Rows may have no image; every rank runs the encoder all the same, because
-        its collectives need all ranks.  With context parallelism the arguments are complete rows,
-        of which every rank encodes the images, and the results have this rank's L/cp positions.
+        An id ``image_token_index``, by default the model's, stands for the next image, which has
+        the next number of ``num_image_tiles``; these are [b, s] with 0 at text and -1 at padding
+        behind it, which no expert computes, or one number per image (default: one tile each).
+        ``arrangements``, one per image, order the embeddings of its tiles instead, and give their
+        numbers; they follow from ``image_sizes`` [images, 4], the fields of `TileArrangement` but
+        the last, whose values the host reads.  Without labels the first result are logits; stages
+        before the last return hidden states.  Rows may have no image; every rank runs the encoder
+        all the same, because its collectives need all ranks.  With context parallelism the
+        arguments are complete rows, of which every rank encodes the images, and the results have
+        this rank's L/cp positions.
 
         Raises DataError if the ids ask for another number of tiles (on a CPU; on a GPU the
         comparison would wait for the device).
         """
-        is_image = input_ids == self.image_token_index
+        if inference_context is not None:
+            raise ConfigError("LLaVAModel: generate by tools/run_text_generation_server.py")
+        index = self.image_token_index if image_token_index is None else image_token_index
+        is_image = input_ids == index
         if self.arranges_tiles and image_sizes is not None and self.reads_values:
             arrangements = self._arrangements(image_sizes)
         counts = self._counts(is_image, num_image_tiles, arrangements)

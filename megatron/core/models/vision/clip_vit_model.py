@@ -16,7 +16,7 @@ from megatron.core.models.vision.kinds import KINDS as KINDS
 from megatron.core.models.vision.kinds import check_images
 from megatron.core.models.vision.kinds import get_num_image_embeddings as get_num_image_embeddings
 from megatron.core.models.vision.multimodal_projector import pixel_shuffle
-from megatron.core.parallel import parallel_state
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import Init, InitMethod, new_parameter, param_info_for
 from megatron.core.transformer.norms import Norm
@@ -29,6 +29,7 @@ _COLORS = 3
 class CLIPViTModel(VisionModule):
     """Maps images to one embedding for each patch and class token."""
 
+    @library_call("... model_comm_pgs vp_stage", unused="vp_stage")
     def __init__(
         self,
         transformer_config: TransformerConfig,
@@ -44,7 +45,7 @@ class CLIPViTModel(VisionModule):
         *,
         drop_class_token: bool = False,
         merges_neighbours: bool = False,
-        pg_collection: ProcessGroupCollection | None = None,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
         """Build the encoder.  ``model_subtype`` is a key of `KINDS`.
 
@@ -53,7 +54,6 @@ class CLIPViTModel(VisionModule):
         class tokens; ``merges_neighbours``: pixel shuffle.  Raises ConfigError if patches do not
         fill the image.
         """
-        groups = parallel_state.current() if pg_collection is None else pg_collection
         check_images("the vision encoder", model_subtype, img_h, img_w, patch_dim)
         super().__init__(transformer_config)
         kind = KINDS[model_subtype]
@@ -74,7 +74,7 @@ class CLIPViTModel(VisionModule):
             self.class_token = replicated(config, (1, class_token_len, h), config.init_method)
         self.ln_pre = self._norm(ln_pre_impl) if kind.has_norm_before else None
         self.ln_post = self._norm(ln_post_impl) if kind.has_norm_after else None
-        self.build_layers(transformer_layer_spec, groups)
+        self.build_layers(transformer_layer_spec, pg_collection)
         self.finalize_parameters()
 
     def _norm(self, spec: Slot) -> nn.Module:

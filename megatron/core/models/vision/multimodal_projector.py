@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.parallel import parallel_state
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -61,6 +61,7 @@ class MultimodalProjector(MegatronModule):
     A norm precedes it if the submodules have one.  The output is ``config.hidden_size`` wide.
     """
 
+    @library_call("... tp_group")
     def __init__(
         self,
         config: TransformerConfig,
@@ -68,7 +69,7 @@ class MultimodalProjector(MegatronModule):
         projector_type: str,
         input_size: int,
         *,
-        tp_group: ProcessGroup | None = None,
+        tp_group: ProcessGroup,
     ) -> None:
         """Build the projector.  Raises ConfigError for an unknown type and sequence parallelism."""
         super().__init__(config)
@@ -82,12 +83,11 @@ class MultimodalProjector(MegatronModule):
                 "from a config without --sequence-parallel"
             )
         self.projector_type = projector_type
-        group = parallel_state.current().tp if tp_group is None else tp_group
         self.norm: Callable[[Tensor], Tensor] | None = None
         if (spec := getattr(submodules, "norm", None)) is not None:
             self.norm = build_norm(spec, config, input_size, has_partial_gradient=False)
         if projector_type == "mlp":
-            self.encoder = MLP(config, submodules, tp_group=group, input_size=input_size)
+            self.encoder = MLP(config, submodules, tp_group=tp_group, input_size=input_size)
             return
         self.encoder = build_module(
             submodules.linear_fc1,
@@ -97,7 +97,7 @@ class MultimodalProjector(MegatronModule):
             init_method=config.init_method,
             bias=config.add_bias_linear,
             gather_output=True,
-            offered={"tp_group": group},
+            offered={"tp_group": tp_group},
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:

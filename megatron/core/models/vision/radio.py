@@ -17,7 +17,7 @@ from megatron.core.models.vision.clip_vit_model import (
     PatchProjection,
     replicated,
 )
-from megatron.core.parallel import parallel_state
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class RADIOViTModel(VisionModule):
     """Maps images of one size per batch to embeddings of class tokens and patches."""
 
+    @library_call()
     def __init__(
         self,
         transformer_config: TransformerConfig,
@@ -36,7 +37,7 @@ class RADIOViTModel(VisionModule):
         max_img_w: int = 2048,
         embedder_bias: bool = False,
         *,
-        pg_collection: ProcessGroupCollection | None = None,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
         """``class_token_len``: class and register tokens.  ``max_img_h``, ``max_img_w``: what the
         table of positions covers; of other sizes positions are interpolated.
@@ -58,8 +59,7 @@ class RADIOViTModel(VisionModule):
         self.position_embeddings = EmbeddingTable(config, self.num_rows * self.num_columns)
         tokens = (1, class_token_len, config.hidden_size)
         self.class_token = replicated(config, tokens, config.init_method)
-        groups = parallel_state.current() if pg_collection is None else pg_collection
-        self.build_layers(transformer_layer_spec, groups)
+        self.build_layers(transformer_layer_spec, pg_collection)
         self.finalize_parameters()
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.params.param_init import new_parameter, param_info_for
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import slice_of_first_dim
 from megatron.core.tensor_parallel.random import fork_for_tokens
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.module import MegatronModule, is_replaced
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -43,6 +44,7 @@ class PositionEmbedding(nn.Module):
 class LanguageModelEmbedding(MegatronModule):
     """Token ids [b, s] -> [s, b, h], or [s/tp, b, h] under sequence parallelism."""
 
+    @library_call("... scatter_to_sequence_parallel tp_group")
     def __init__(
         self,
         config: TransformerConfig,
@@ -58,9 +60,14 @@ class LanguageModelEmbedding(MegatronModule):
         """``vocab_size`` includes padding rows, ``num_tokens`` does not."""
         super().__init__(config)
         self.tp_group = tp_group
-        self.is_sequence_sharded = (
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.num_tokentypes = num_tokentypes
+        self.add_position_embedding = position_embedding_type == "learned_absolute"
+        self.scatter_to_sequence_parallel = scatter_to_sequence_parallel
+        self.reduce_scatter_embeddings = self.is_sequence_sharded = (
             config.sequence_parallel and scatter_to_sequence_parallel and tp_group.size() > 1
         )
+        self.embedding_dropout = nn.Dropout(config.hidden_dropout)
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
@@ -78,7 +85,7 @@ class LanguageModelEmbedding(MegatronModule):
                 config, num_positions, is_sequence_sharded=self.is_sequence_sharded
             )
 
-        has_positions = position_embedding_type == "learned_absolute"
+        has_positions = self.add_position_embedding
         self.position_embeddings = table(max_sequence_length if has_positions else 0)
         self.tokentype_embeddings = table(num_tokentypes)
         scale = config.embedding_scale
@@ -88,8 +95,12 @@ class LanguageModelEmbedding(MegatronModule):
         self, input_ids: Tensor, position_ids: Tensor | None, tokentype_ids: Tensor | None = None
     ) -> Tensor:
         """Embed ids, positions and types [b, s] -> [s, b, h] (or [s/tp, b, h])."""
-        ids = input_ids if self.is_sequence_sharded else input_ids.transpose(0, 1)
-        hidden: Tensor = self.word_embeddings(ids)
+        # A project's own look-up expects rows of ids; ours needs no copy if they are columns.
+        has_rows = is_replaced(type(self.word_embeddings).forward)
+        in_order = self.is_sequence_sharded or has_rows
+        hidden: Tensor = self.word_embeddings(input_ids if in_order else input_ids.transpose(0, 1))
+        if has_rows and not self.is_sequence_sharded:
+            hidden = hidden.transpose(0, 1)
         if self.scale is not None:
             hidden = hidden * self.scale
         for table, places in (
@@ -107,5 +118,5 @@ class LanguageModelEmbedding(MegatronModule):
             hidden = hidden.float()
         if self.training and self.config.hidden_dropout > 0:
             with fork_for_tokens(True, is_sequence_sharded=self.is_sequence_sharded):
-                hidden = F.dropout(hidden, self.config.hidden_dropout)
+                hidden = self.embedding_dropout(hidden)
         return hidden

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.enums import ModelType
 from megatron.core.fusions.rope import RotaryTable
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (
@@ -23,8 +24,10 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams, position_in_sequence, sequence_index
 from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, name_parameters, set_info
+from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.cross_entropy import true_columns, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, check_token_ids
@@ -39,20 +42,36 @@ from megatron.core.utils import PaddedSize
 class LanguageModule(MegatronModule):
     """Base of models that end in a vocabulary: one pipeline stage of such a model.
 
-    A model builds its submodules and then calls `finalize_parameters` in its constructor.
+    A constructor calls `set_language_options`, builds the submodules and ends with
+    `finalize_parameters`.  A model with its own options sets ``pre_process``, ``post_process`` and
+    ``share_embeddings_and_output_weights``, and ends with `setup_embeddings_and_output_layer`.
     """
 
     embedding: LanguageModelEmbedding
     output_layer: ColumnParallelLinear
     position_types: tuple[str, ...]  # values of --position-embedding-type
-    has_embedding: bool  # also where it is a copy of the first stage's
+    pre_process = True
+    post_process = True
+    share_embeddings_and_output_weights = False
+    parallel_output = True
+    num_tokens: int | None = None  # vocabulary without padding; None: no row is padding
+    vp_stage: int | None = None
     # Replaces `token_losses` (same arguments) at the end of the model's forward pass.
     loss_runner: Callable[[Tensor, Tensor], Tensor] | None = None
+    model_type = ModelType.encoder_or_decoder
+    _has_seen_positions = False
 
-    def __init__(
+    @library_call("... model_comm_pgs")
+    def __init__(self, config: TransformerConfig, *, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config)
+        self.pg_collection = pg_collection
+        self.tp_group = pg_collection.tp
+        self.cp_group = pg_collection.cp
+        self.pp_group = pg_collection.pp
+        self.rotary_pos_emb: RotaryEmbedding | None = None
+
+    def set_language_options(
         self,
-        config: TransformerConfig,
-        groups: ProcessGroupCollection,
         vocab_size: int,
         max_sequence_length: int,
         pre_process: bool,
@@ -76,7 +95,7 @@ class LanguageModule(MegatronModule):
         `PaddedSize`.  Padding never enters a softmax.  Raises ConfigError for a position type that
         ``position_types`` does not contain.
         """
-        super().__init__(config)
+        config = self.config
         if position_embedding_type not in self.position_types:
             raise ConfigError(
                 f"--position-embedding-type {position_embedding_type} is not one of "
@@ -84,27 +103,36 @@ class LanguageModule(MegatronModule):
             )
         if unpadded_vocab_size is None and isinstance(vocab_size, PaddedSize):
             unpadded_vocab_size = vocab_size.true_size
-        self.pg_collection, self.tp_group = groups, groups.tp
         self.vocab_size, self.num_tokens = vocab_size, unpadded_vocab_size
-        self.max_sequence_length = max_sequence_length
+        self.max_sequence_length = self.max_position_embeddings = max_sequence_length
         self.position_embedding_type = position_embedding_type
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
-        self.has_embedding = pre_process
         self.fp16_lm_cross_entropy, self.parallel_output = fp16_lm_cross_entropy, parallel_output
-        self.rotary_pos_emb: RotaryEmbedding | None = None
+        self.rotary_percent, self.rotary_base = rotary_percent, rotary_base
         of_rotary: dict[str, Any] = {
             "rotary_percent": rotary_percent,
             "rotary_base": rotary_base,
             "seq_len_interpolation_factor": seq_len_interpolation_factor,
+            "cp_group": self.cp_group,
         }
         # Latent attention always rotates a part of each head; a learned table adds to that.
         if position_embedding_type == "rope" or config.multi_latent_attention:
             of_rotary |= {"rope_scaling": rope_scaling, "rope_scaling_factor": rope_scaling_factor}
             self.rotary_pos_emb = build_rotary(config, max_sequence_length, **of_rotary)
         elif position_embedding_type == "mrope":
+            self.mrope_section = config.mrope_section
             self.rotary_pos_emb = build_multimodal_rotary(config, **of_rotary)
-        self._has_seen_positions = False
+
+    @property
+    def model_comm_pgs(self) -> ProcessGroupCollection:
+        """The process groups, by Megatron Core's name for them."""
+        return self.pg_collection
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether this stage has the embedding, or a copy of the first stage's."""
+        return "embedding" in self._modules
 
     # ---- building --------------------------------------------------------------------------
 
@@ -179,6 +207,32 @@ class LanguageModule(MegatronModule):
             output.key = f"{prefix}embedding.word_embeddings.weight"
         return entries
 
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Mark the vocabulary's weights, and name and initialize the parameters that are new.
+
+        The last call of the constructor of a model with its own options.  Also after an embedding
+        or output layer was replaced.
+        """
+        weights = [self.embedding.word_embeddings.weight] if self.has_embedding else []
+        if self.post_process and (output := self.output_layer.weight) is not None:
+            weights.append(output)
+        for weight in weights:
+            set_info(weight, replace(info_of(weight), is_embedding_or_output=True))
+        shared = self.shared_embedding_or_output_weight()
+        has_copies = self.config.mtp_num_layers and self.pp_group.size() > 1
+        if shared is not None and (self.share_embeddings_and_output_weights or has_copies):
+            mark_as_shared_embedding(shared, is_copy=not self.pre_process)
+        parts = {
+            part: [bool(info_of(p).name) for p in part.parameters()] for part in self.children()
+        }
+        self.finalize_parameters(
+            *(n for n, m in self.named_children() if hasattr(m, "layer_range"))
+        )
+        if any(any(named) for named in parts.values()):
+            for part in (part for part, named in parts.items() if not all(named)):
+                config = self.config
+                initialize_parameters(part, config.init_seed, random=config.perform_initialization)
+
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
         """Return the word embedding, or on the last stage its copy or the output weight."""
         if self.has_embedding:
@@ -229,6 +283,30 @@ class LanguageModule(MegatronModule):
             lengths = packed.ends.diff()
             contexts = lengths[sequence_index(packed.ends, total)[held].clamp(max=len(lengths) - 1)]
         return rotary.table_at(positions, contexts, dtype)
+
+    def rotary_angles(
+        self,
+        num_tokens: int,
+        packed: PackedSeqParams | None,
+        cache: KVCache | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return rotary angles as Megatron Core passes them to layers: [s, 1 or b, 1, r].
+
+        They are those of this rank's ``num_tokens`` tokens, but with ``packed`` sequences those of
+        the positions of the longest one.
+        """
+        rotary: Any = self.rotary_pos_emb
+        angles: Tensor
+        if self.position_embedding_type == "mrope":
+            assert position_ids is not None, "M-RoPE reads positions on every stage"
+            grid = position_ids if position_ids.dim() == 3 else position_ids.expand(3, -1, -1)
+            angles = rotary(grid, self.config.mrope_section)
+        elif packed is not None:
+            angles = rotary(max(packed.lengths), packed_seq=True)
+        else:
+            angles = rotary(num_tokens * self.cp_group.size())
+        return angles
 
     def attention_bias(
         self, num_tokens: int, packed: PackedSeqParams | None, cache: KVCache | None

@@ -15,7 +15,7 @@ from megatron.core.config.errors import DataError
 from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.models.mimo.submodules.base import ModalitySubmodules
 from megatron.core.models.vision.clip_vit_model import replicated
-from megatron.core.parallel import parallel_state
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import Init
 from megatron.core.transformer.norms import Norm
@@ -30,6 +30,7 @@ class WhisperEncoderModel(VisionModule):
 
     position_embeddings: Tensor
 
+    @library_call()
     def __init__(
         self,
         transformer_config: TransformerConfig,
@@ -37,7 +38,7 @@ class WhisperEncoderModel(VisionModule):
         num_mel_bins: int = 80,
         max_source_positions: int = 1500,
         *,
-        pg_collection: ProcessGroupCollection | None = None,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
         """``num_mel_bins``: m; ``max_source_positions``: n."""
         super().__init__(transformer_config)
@@ -50,8 +51,7 @@ class WhisperEncoderModel(VisionModule):
         places = waves(max_source_positions, h, config.params_dtype)
         self.register_buffer("position_embeddings", places, persistent=False)
         self.ln_post = Norm(config, h, config.layernorm_epsilon, has_partial_gradient=False)
-        groups = parallel_state.current() if pg_collection is None else pg_collection
-        self.build_layers(transformer_layer_spec, groups)
+        self.build_layers(transformer_layer_spec, pg_collection)
         self.finalize_parameters()
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:

@@ -1,0 +1,123 @@
+"""Models and parts of models that Megatron Core, or its package before, has in another form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.models.mamba.mamba_model import MambaModel
+from megatron.core.params.param_init import Init
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.rope import RopeScaling, RotaryEmbedding, yarn_mscale
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class YarnRotaryEmbedding(RotaryEmbedding):
+    """YaRN, whose parameters Megatron Core passes one by one."""
+
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float = 1.0,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: float = 10000.0,
+        use_cpu_initialization: bool = False,
+        scaling_factor: float = 1.0,
+        original_max_position_embeddings: int = 4096,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        mscale: float = 1.0,
+        mscale_all_dim: float = 0.0,
+        cp_group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        if rotary_interleaved:
+            raise ConfigError("YarnRotaryEmbedding: rotary_interleaved is not supported")
+        ratio = yarn_mscale(scaling_factor, mscale) / yarn_mscale(scaling_factor, mscale_all_dim)
+        super().__init__(
+            kv_channels,
+            rotary_percent,
+            rotary_interleaved,
+            seq_len_interpolation_factor,
+            rotary_base,
+            cp_group=cp_group,
+            scaling=RopeScaling(
+                kind="yarn",
+                factor=scaling_factor,
+                original_max_positions=original_max_position_embeddings,
+                beta_fast=beta_fast,
+                beta_slow=beta_slow,
+                attention_factor=ratio,
+            ),
+        )
+        self.amplitude = ratio
+
+    def forward(  # type: ignore[override]
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False
+    ) -> tuple[Tensor, float]:
+        """Return the angle of each channel [s, 1, 1, r], and the factor of cosines and sines."""
+        return super().forward(max_seq_len, offset, packed_seq), self.amplitude
+
+
+class HybridModel(MambaModel):
+    """MambaModel by its later name, with the pattern of layers as ``hybrid_layer_pattern``."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hybrid_stack_spec: ModuleSpec,
+        vocab_size: int,
+        max_sequence_length: int,
+        hybrid_layer_pattern: str | None = None,
+        **of_mamba: Any,
+    ) -> None:
+        super().__init__(
+            config,
+            hybrid_stack_spec,
+            vocab_size,
+            max_sequence_length,
+            hybrid_override_pattern=hybrid_layer_pattern,
+            **of_mamba,
+        )
+
+
+class HuggingFaceModule(MegatronModule):
+    """Base of modules that contain a model of transformers, complete on every rank."""
+
+    input_tensor: Tensor | None = None
+
+    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
+        """Set the hidden states that the previous stage sent."""
+        self.input_tensor = input_tensor
+
+
+def get_norm(config: TransformerConfig) -> nn.Module:
+    """Return a norm of hidden states, as ``config.normalization`` names it."""
+    return Norm(config, config.hidden_size, config.layernorm_epsilon)
+
+
+def get_linear_layer(
+    rows: int, columns: int, init_method: Init, perform_initialization: bool = True
+) -> nn.Linear:
+    """Return torch's layer of ``rows`` inputs, whose bias is zero."""
+    layer = nn.Linear(rows, columns)
+    if perform_initialization:
+        init_method(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
+    """Set the scores of hidden keys to -10000, in place."""
+    return attention_scores.masked_fill_(attention_mask, -10000.0)
+
+
+def erf_gelu(x: Tensor) -> Tensor:
+    """Apply GELU, computed by the error function."""
+    return F.gelu(x)

@@ -1,0 +1,293 @@
+"""Models as projects build and change them: without groups, with forward passes of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.enums import AttnMaskType
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+from megatron.core.models.vision.multimodal_projector import (
+    MultimodalProjector,
+    get_projector_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel import parallel_state
+from megatron.core.params.param_info import info_of
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.rope import table_of_angles
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
+from tests.support.ranks import run_ranks
+
+VOCABULARY, LENGTH = 64, 16
+
+
+def tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return ids, torch.arange(LENGTH).expand(2, LENGTH)
+
+
+def gpt(position: str = "rope", **config: Any) -> GPTModel:
+    torch.manual_seed(3)
+    return GPTModel(
+        config=tiny_config(**{"init_method_std": 0.3} | config),
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        position_embedding_type=position,
+    )
+
+
+def forward_of_a_project(model: GPTModel, packed: PackedSeqParams | None = None) -> Tensor:
+    """Logits by a forward pass written for Megatron Core."""
+    ids, positions = tokens()
+    ids = ids if packed is None else ids.view(1, -1)
+    prepared = model._preprocess(
+        input_ids=ids,
+        position_ids=positions,
+        decoder_input=None,
+        inference_context=None,
+        packed_seq_params=packed,
+    )
+    decoder_input, rotary, cos, sin, offset = prepared[:5]
+    assert cos is None
+    assert sin is None
+    assert offset is None
+    hidden = model.decoder(
+        hidden_states=decoder_input,
+        attention_mask=None,
+        inference_context=None,
+        rotary_pos_emb=rotary,
+        packed_seq_params=packed,
+    )
+    logits, _ = model.output_layer(hidden, weight=None, runtime_gather_output=None)
+    return logits.transpose(0, 1)
+
+
+@pytest.mark.feature("Library: models without process groups")
+def test_a_model_without_groups_and_without_torch_distributed_learns() -> None:
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
+    spec = get_gpt_layer_local_spec()
+    # The order of Megatron Core, with groups in the place of model_comm_pgs.
+    given = (config, spec, VOCABULARY, LENGTH, True, True, False, True, True, "rope", 1.0, 10000)
+    model = GPTModel(*given, False, 8.0, True, None, None, None, 0)
+    assert model.vp_stage == 0
+    assert model.share_embeddings_and_output_weights
+    ids, positions = tokens()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(ids, positions, None, labels=ids, inference_params=None).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_groups_by_their_former_name_are_the_ones_that_are_used() -> None:
+    groups = one_process_groups()
+    spec = get_gpt_layer_local_spec()
+    model = GPTModel(tiny_config(), spec, VOCABULARY, LENGTH, model_comm_pgs=groups)  # type: ignore[call-arg]
+    assert model.pg_collection is groups
+    assert model.model_comm_pgs is groups
+
+
+@pytest.mark.parametrize("position", ["rope", "learned_absolute"])
+def test_a_forward_pass_of_a_project_has_the_logits_of_ours(position: str) -> None:
+    model = gpt(position).eval()
+    torch.testing.assert_close(forward_of_a_project(model), model(*tokens(), None))
+    if position == "rope":
+        bounds = torch.tensor([0, 5, 2 * LENGTH], dtype=torch.int32)
+        packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=27, max_seqlen_kv=27)
+        row = tokens()[0].view(1, -1)
+        ours = model(row, None, None, packed_seq_params=packed)
+        torch.testing.assert_close(forward_of_a_project(model, packed), ours)
+
+
+def test_the_end_of_the_forward_pass_can_be_replaced_in_one_model() -> None:
+    model = gpt().eval()
+    ids, positions = tokens()
+    seen: dict[str, Any] = {}
+
+    def postprocess(self: GPTModel, hidden_states: Tensor, **given: Any) -> Tensor:
+        seen.update(given)
+        logits: Tensor = self.output_layer(hidden_states, weight=None)[0]
+        return logits.transpose(0, 1).logsumexp(-1)
+
+    logits = model(ids, positions, None)
+    model._postprocess = postprocess.__get__(model)  # type: ignore[method-assign]
+    torch.testing.assert_close(model(ids, positions, None, labels=ids), logits.logsumexp(-1))
+    assert seen["labels"] is ids
+    assert not seen["mtp_in_postprocess"]
+
+
+class ValueHead(nn.Linear):
+    """An output layer of a project."""
+
+    def forward(self, x: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
+        return super().forward(x), None
+
+
+def test_an_output_layer_of_a_project_gives_the_values() -> None:
+    model = gpt()
+    model.output_layer = ValueHead(32, 1)  # type: ignore[assignment]
+    values = model(*tokens(), None)
+    assert values.shape == (2, LENGTH, 1)
+    values.sum().backward()
+    assert model.embedding.word_embeddings.weight.grad is not None
+
+
+class OwnRotary(nn.Module):
+    """A rotary embedding of a project: positions run at half speed."""
+
+    def __init__(self, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, max_seq_len: int, packed_seq: bool = False) -> Tensor:
+        return self.rotary(max_seq_len, packed_seq=packed_seq) / 2
+
+
+class OwnAttention(SelfAttention):
+    """Attention of a project, which notes the rotary embedding that it gets."""
+
+    seen: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        OwnAttention.seen = angles = kwargs.pop("rotary_pos_emb")
+        table = table_of_angles(angles, False, torch.float32)
+        return super().forward(*args, rotary_pos_emb=table, **kwargs)
+
+
+def test_a_rotary_embedding_and_attention_of_a_project_deal_in_angles() -> None:
+    model = gpt().eval()
+    rotary = model.rotary_pos_emb
+    assert rotary is not None
+    model.rotary_pos_emb = OwnRotary(rotary)  # type: ignore[assignment]
+    prepared = model._preprocess(*tokens())
+    torch.testing.assert_close(prepared[1], rotary(LENGTH) / 2)
+
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.module = OwnAttention
+    spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.causal
+    torch.manual_seed(3)
+    config = tiny_config(init_method_std=0.3)
+    own = GPTModel(config, spec, VOCABULARY, LENGTH, position_embedding_type="rope").eval()
+    torch.testing.assert_close(own(*tokens(), None), gpt().eval()(*tokens(), None))
+    torch.testing.assert_close(OwnAttention.seen, rotary(LENGTH))
+
+
+def test_frequencies_that_a_project_changes_rotate_the_next_pass() -> None:
+    model, slow = gpt().eval(), gpt(rotary_interleaved=False).eval()
+    before = model(*tokens(), None)
+    assert model.rotary_pos_emb is not None
+    assert slow.rotary_pos_emb is not None
+    model.rotary_pos_emb.inv_freq /= 4
+    slow.rotary_pos_emb.seq_len_interpolation_factor = 4
+    after = model(*tokens(), None)
+    torch.testing.assert_close(after, slow(*tokens(), None))
+    assert not torch.allclose(after, before, atol=1e-3)
+
+
+def test_a_word_look_up_of_a_project_gets_rows_of_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding = LanguageModelEmbedding(
+        tiny_config(), VOCABULARY, LENGTH, "learned_absolute", 0, True
+    )
+    ids, positions = tokens()
+    expected = embedding(input_ids=ids, position_ids=positions)
+    own, shapes = VocabParallelEmbedding.forward, []
+
+    def look_up(self: VocabParallelEmbedding, input_: Tensor) -> Tensor:
+        shapes.append(input_.shape)
+        return own(self, input_)
+
+    monkeypatch.setattr(VocabParallelEmbedding, "forward", look_up)
+    torch.testing.assert_close(embedding(ids, positions), expected)
+    assert shapes == [ids.shape]
+    assert embedding.add_position_embedding
+
+
+def test_a_projector_without_groups_is_initialized() -> None:
+    config = tiny_config(ffn_hidden_size=48)
+    projector = MultimodalProjector(config, get_projector_spec(), "mlp", 24)
+    assert projector(torch.ones(5, 24)).std() > 0
+
+
+def test_a_hybrid_model_by_its_later_name() -> None:
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    assert hybrid_stack_spec is mamba_stack_spec
+    config = tiny_config(num_layers=3, mamba_num_groups=1, mamba_head_dim=16)
+    model = HybridModel(config, hybrid_stack_spec, VOCABULARY, LENGTH, hybrid_layer_pattern="M*-")
+    loss = model(*tokens(), None, labels=tokens()[0]).mean()
+    loss.backward()
+    assert loss > 3
+
+
+class ProjectModel(LanguageModule):
+    """A language model of a project: its own constructor and forward pass."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.share_embeddings_and_output_weights = True
+        self.embedding = LanguageModelEmbedding(config, VOCABULARY, LENGTH, "none")
+        spec = get_gpt_layer_local_spec()
+        self.decoder = TransformerBlock(config, spec, pg_collection=self.pg_collection)
+        self.output_layer = ColumnParallelLinear(
+            config.hidden_size,
+            VOCABULARY,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_weight_param_allocation=True,
+        )
+        self.setup_embeddings_and_output_layer()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.decoder(self.embedding(ids, None), None)
+        logits, _ = self.output_layer(hidden, weight=self.shared_embedding_or_output_weight())
+        return self.compute_language_model_loss(labels, logits)
+
+
+def two_steps(rank: int, world_size: int) -> list[float]:
+    if world_size > 1:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    torch.manual_seed(5)
+    size = {"tensor_model_parallel_size": world_size, "init_method_std": 0.2}
+    model = ProjectModel(tiny_config(**size))
+    assert (
+        info_of(model.embedding.word_embeddings.weight).name == "embedding.word_embeddings.weight"
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    ids = tokens()[0]
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(ids, ids.roll(-1, 1)).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.feature("Library: language models of projects")
+def test_a_language_model_of_a_project_trains_alike_on_one_and_two_ranks() -> None:
+    alone = two_steps(0, 1)
+    assert alone[-1] < alone[0]
+    for losses in run_ranks(two_steps, 2):
+        expected = torch.tensor(alone)
+        torch.testing.assert_close(torch.tensor(losses), expected, **tolerances.of(torch.float32))
