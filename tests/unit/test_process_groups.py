@@ -120,7 +120,7 @@ def test_equal_members_share_one_group(world_of_16: int) -> None:
 
 @pytest.mark.parametrize("world_of_16", [9], indirect=True)
 def test_the_facade_answers_from_the_installed_groups(world_of_16: int) -> None:
-    with pytest.raises(RuntimeError, match="do not exist"):
+    with pytest.raises(AssertionError, match="not initialized"):
         parallel_state.get_tensor_model_parallel_rank()
     parallel_state.initialize_model_parallel(2, 2, context_parallel_size=2)
     assert parallel_state.is_initialized()
@@ -133,7 +133,7 @@ def test_the_facade_answers_from_the_installed_groups(world_of_16: int) -> None:
     assert parallel_state.get_data_parallel_world_size() == 2
     assert parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 4
     assert parallel_state.get_context_parallel_rank() == 0
-    with pytest.raises(RuntimeError, match="exist already"):
+    with pytest.raises(AssertionError, match="already initialized"):
         parallel_state.initialize_model_parallel()
 
 
@@ -158,19 +158,19 @@ def test_dense_and_expert_layers_must_lie_on_the_same_pipelines() -> None:
 def test_a_grid_of_ones_own_names_what_is_wrong(world_of_16: int) -> None:
     grid = HyperCommGrid([2, 3, 2], ["tp", "cp", "dp"], rank_offset=4)
     assert grid.get_rank_enum(["dp", "tp"]) == [[4, 5, 10, 11], [6, 7, 12, 13], [8, 9, 14, 15]]
-    with pytest.raises(KeyError, match="no groups of tp-dp: create_pg comes first"):
+    with pytest.raises(KeyError, match="Process group for dp-tp hasn't been created"):
         grid.get_pg(["dp", "tp"])
     assert members(grid.create_pg(["dp", "tp"], group_desc="both")) == [4, 5, 10, 11]
-    with pytest.raises(KeyError, match="the groups of tp-dp exist already"):
+    with pytest.raises(KeyError, match="has already been created"):
         grid.create_pg(["tp", "dp"])
     for dims in ("pp", [], ["tp", "tp"], ["tp", "ep"]):
-        with pytest.raises(ValueError, match="no choice among the axes"):
+        with pytest.raises(ValueError, match="not different axes"):
             grid.create_pg(dims)
-    with pytest.raises(RuntimeError, match="needs 20 ranks, the world has 16"):
+    with pytest.raises(RuntimeError, match="over sized with world size 16"):
         HyperCommGrid([4, 4], ["tp", "dp"], rank_offset=4)
-    with pytest.raises(ValueError, match="2 sizes .* for 1 names"):
+    with pytest.raises(ValueError, match=r"len\(shape\) .* != len\(dim_names\)"):
         HyperCommGrid([2, 2], ["tp"])
-    with pytest.raises(ValueError, match="names differ"):
+    with pytest.raises(ValueError, match="different names"):
         HyperCommGrid([2, 2], ["tp", "tp"])
 
 
@@ -190,7 +190,7 @@ def test_groups_that_follow_from_others_need_not_be_given(world_of_16: int) -> N
         _ = groups.tp_dp
     with pytest.raises(AttributeError, match="'dp' is set or was read already"):
         groups.dp = tp
-    with pytest.raises(AttributeError, match="no group 'tpx'"):
+    with pytest.raises(ValueError, match="tpx"):
         ProcessGroupCollection(tpx=tp)
 
 
@@ -214,7 +214,7 @@ def test_a_program_without_torch_distributed_is_alone() -> None:
 
 @pytest.mark.parametrize("world_of_16", [9], indirect=True)
 def test_the_installed_groups_are_taken_whole_or_by_name(world_of_16: int) -> None:
-    with pytest.raises(RuntimeError, match="do not exist"):
+    with pytest.raises(AssertionError, match="not initialized"):
         ProcessGroupCollection.use_mpu_process_groups()
     parallel_state.initialize_model_parallel(2)
     whole = ProcessGroupCollection.use_mpu_process_groups()

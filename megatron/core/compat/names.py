@@ -159,12 +159,21 @@ NAMES: PathTable = {
     "core.transformer.moe.token_dispatcher": {},
     "core.transformer.moe.upcycling_utils": {},
     # -- Parallelism
-    "core.parallel_state": {},
+    "core.parallel.parallel_state": {
+        "core.compat.parallel": "RankGenerator generate_masked_orthogonal_rank_groups create_group "
+        "create_hierarchical_groups get_nccl_options overwrite_nccl_comm_cfgs update_pg_timeout "
+        "get_global_memory_buffer destroy_global_memory_buffer "
+        "_set_global_memory_buffer=set_global_memory_buffer",
+    },
     "core.pipeline_parallel": {},
     "core.pipeline_parallel.p2p_communication": {},
     "core.pipeline_parallel.schedules": {},
     "core.pipeline_parallel.utils": {},
-    "core.process_groups_config": {},
+    "core.parallel.process_groups_config": {
+        "core.parallel.process_groups_config": "ModelCommProcessGroups=ProcessGroupCollection "
+        "GradCommProcessGroups=ProcessGroupCollection "
+        "GradFinalizeProcessGroups=ProcessGroupCollection",
+    },
     "core.tensor_parallel": {},
     "core.tensor_parallel.layers": {},
     "core.tensor_parallel.mappings": {},

@@ -37,7 +37,7 @@ _FORMER_NAMES = {
 def default_groups() -> ProcessGroupCollection:
     """Return the installed groups; in a process without torch.distributed, this process alone.
 
-    Raises RuntimeError if torch.distributed is initialized and model parallelism is not.
+    Raises AssertionError if torch.distributed is initialized and model parallelism is not.
     """
     if get_installed() is None and not dist.is_initialized():
         return ProcessGroupCollection()

@@ -6,8 +6,11 @@ single groups on request, over any combination of its axes and over a part of th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from math import prod
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -33,21 +36,24 @@ class HyperCommGrid:
         Raises ValueError for an invalid shape, RuntimeError if the grid exceeds the world.
         """
         if len(shape) != len(dim_names):
-            raise ValueError(f"{len(shape)} sizes {list(shape)} for {len(dim_names)} names")
-        if len(set(dim_names)) != len(dim_names) or rank_offset < 0:
-            raise ValueError(f"axes {list(dim_names)} from rank {rank_offset}: names differ, >= 0")
+            raise ValueError(f"len(shape) {list(shape)} != len(dim_names) {list(dim_names)}")
+        if len(set(dim_names)) != len(dim_names):
+            raise ValueError(f"the axes {list(dim_names)} must have different names")
+        if rank_offset < 0:
+            raise ValueError(f"rank_offset must be non-negative, got {rank_offset}")
         self.shape = list(shape)
         self.dim_names = list(dim_names)
         self.rank_offset = rank_offset
         self.backend = backend
         self._grid = RankGrid(dict(zip(dim_names, shape, strict=True)), rank_offset)
         self.size = self._grid.world_size
-        if rank_offset + self.size > dist.get_world_size():
+        world_size = _world_size()
+        if rank_offset + self.size > world_size:
             raise RuntimeError(
-                f"a grid of shape {self.shape} from rank {rank_offset} needs "
-                f"{rank_offset + self.size} ranks, the world has {dist.get_world_size()}"
+                f"Grid shape {self.shape} is over sized with world size {world_size} and "
+                f"rank offset {rank_offset}"
             )
-        self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}
+        self._pgs: dict[str, ProcessGroup | None] = {}
 
     def create_pg(self, dims: str | Sequence[str], **kwargs: object) -> ProcessGroup | None:
         """Create the groups that span ``dims``; return this rank's group, None outside the grid.
@@ -55,15 +61,14 @@ class HyperCommGrid:
         Collective over the world.  ``kwargs`` are passed to torch, for example ``timeout`` and
         ``group_desc``.  Raises KeyError if the groups exist already.
         """
-        key = self._key(dims)
-        if key in self._groups:
-            raise KeyError(f"the groups of {'-'.join(key)} exist already: get_pg gives them")
-        kwargs.setdefault("group_desc", "_".join(key))
+        ordered, key = self._order_dims(dims)
+        if key in self._pgs:
+            raise KeyError(f"Process group {dims} has already been created: call get_pg")
         mine: ProcessGroup | None
         mine, _ = dist.new_subgroups_by_enumeration(
-            self.get_rank_enum(key), backend=self.backend, **kwargs
+            self._gen_rank_enum(ordered), backend=self.backend, **kwargs
         )
-        self._groups[key] = mine
+        self._pgs[key] = mine
         return mine
 
     def get_pg(self, dims: str | Sequence[str]) -> ProcessGroup | None:
@@ -71,19 +76,43 @@ class HyperCommGrid:
 
         Raises KeyError if the groups do not exist.
         """
-        key = self._key(dims)
-        if key not in self._groups:
-            raise KeyError(f"no groups of {'-'.join(key)}: create_pg comes first")
-        return self._groups[key]
+        _, key = self._order_dims(dims)
+        if key not in self._pgs:
+            raise KeyError(f"Process group for {key} hasn't been created. Call create_pg first.")
+        return self._pgs[key]
 
     def get_rank_enum(self, dims: str | Sequence[str]) -> list[list[int]]:
         """Return the world ranks of every group that spans ``dims``."""
-        return self._grid.groups(*self._key(dims))
+        return self._grid.groups(*self._order_dims(dims)[0])
 
-    def _key(self, dims: str | Sequence[str]) -> tuple[str, ...]:
-        """Return ``dims`` in the grid's order."""
+    def _gen_rank_enum(self, dims: Sequence[str]) -> list[list[int]]:
+        """Return the ranks of every group that spans ``dims``, of which the last varies fastest."""
+        names = self.dim_names[::-1]
+        ranks = np.arange(self.rank_offset, self.rank_offset + self.size).reshape(self.shape[::-1])
+        order = [names.index(name) for name in (*(n for n in names if n not in dims), *dims)]
+        groups: list[list[int]] = (
+            ranks.transpose(order)
+            .reshape(-1, prod(self.shape[self.dim_names.index(name)] for name in dims))
+            .tolist()
+        )
+        return groups
+
+    def _order_dims(self, dims: str | Sequence[str]) -> tuple[list[str], str]:
+        """Return ``dims`` from the slowest axis to the fastest, also joined by hyphens."""
         wanted = [dims] if isinstance(dims, str) else list(dims)
         unknown = [name for name in wanted if name not in self.dim_names]
         if unknown or not wanted or len(set(wanted)) != len(wanted):
-            raise ValueError(f"{wanted} is no choice among the axes {self.dim_names}")
-        return tuple(name for name in self.dim_names if name in wanted)
+            raise ValueError(f"{wanted} are not different axes of {self.dim_names}")
+        ordered = [name for name in reversed(self.dim_names) if name in wanted]
+        return ordered, "-".join(ordered)
+
+
+def _world_size() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    raise RuntimeError(
+        "Cannot determine world size: set WORLD_SIZE, or initialize torch.distributed before "
+        "creating HyperCommGrid"
+    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -55,6 +56,7 @@ class ProcessGroupCollection:
     cp: ProcessGroup
     cp_inner: ProcessGroup  # a2a+p2p: neighbours in cp, all-to-all of heads; else this rank
     cp_outer: ProcessGroup  # a2a+p2p: ring over one rank of each cp_inner; else cp
+    hcp: list[ProcessGroup]  # [cp_inner, cp_outer], Megatron Core's name for them
     mp: ProcessGroup  # one copy of the dense layers: tp x pp
     tp_cp: ProcessGroup
     tp_dp: ProcessGroup
@@ -81,9 +83,12 @@ class ProcessGroupCollection:
     expert_grid: RankGrid
     _alone: ProcessGroup  # this rank alone, for axes that are not set
 
-    def __init__(self, **groups: ProcessGroup | RankGrid) -> None:
+    def __init__(self, **groups: ProcessGroup | RankGrid | None) -> None:
+        if unknown := groups.keys() - self.__dataclass_fields__.keys():
+            raise ValueError(f"Unknown attribute: {', '.join(sorted(unknown))}")
         for name, group in groups.items():
-            setattr(self, name, group)
+            if group is not None:
+                setattr(self, name, group)
         if self.__dataclass_fields__.keys() - groups.keys() > {"_alone"}:
             self._alone = _this_rank_alone(groups.values())
 
@@ -97,20 +102,24 @@ class ProcessGroupCollection:
             raise AttributeError(f"ProcessGroupCollection: {name!r} is set or was read already")
         self.__dict__[name] = value
 
-    def __getattr__(self, name: str) -> ProcessGroup:
+    def __getattr__(self, name: str) -> Any:
         """Derive group ``name`` from the others; Python calls it only if ``name`` is not set."""
         if name not in self.__dataclass_fields__:
             raise AttributeError(name)
         self.__dict__[name] = group = self._derive(name)
         return group
 
-    def _derive(self, name: str) -> ProcessGroup:
+    def _derive(self, name: str) -> Any:
         """Derive group ``name`` from the groups that are set.  Raises AttributeError if impossible.
 
         Creates no process group.
         """
         if name in _MAY_BE_OFF:
             return self._alone
+        if name == "hcp":
+            return [self.cp_inner, self.cp_outer]
+        if name in ("cp_inner", "cp_outer") and "hcp" in self.__dict__:
+            return self.hcp[name == "cp_outer"]
         if name == "world":
             return dist.group.WORLD or self._alone
         if name in _JOINS:
@@ -138,13 +147,18 @@ class ProcessGroupCollection:
     def use_mpu_process_groups(
         cls, required_pgs: Sequence[str] | None = None
     ) -> ProcessGroupCollection:
-        """Return the installed groups of `parallel_state`, or only ``required_pgs`` of them."""
+        """Return the installed groups of `parallel_state`, or only ``required_pgs`` of them.
+
+        Raises AssertionError if there are none, ValueError for an unknown name.
+        """
         if _installed is None:
-            raise RuntimeError(
-                "model parallel groups do not exist: initialize_model_parallel() first"
+            raise AssertionError(
+                "model parallel groups are not initialized: call initialize_model_parallel() first"
             )
         if required_pgs is None:
             return _installed
+        if unknown := [name for name in required_pgs if name not in cls.__dataclass_fields__]:
+            raise ValueError(f"Invalid process groups requested: {unknown}")
         alone = _this_rank_alone(vars(_installed).values())
         return cls(_alone=alone, **{name: getattr(_installed, name) for name in required_pgs})
 
@@ -240,14 +254,18 @@ def create_process_groups(
     context_levels: Sequence[int] | None = None,
     num_distributed_optimizer_instances: int = 1,
     encoder_stages: int = 0,
+    embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
     only_mine: bool = False,
 ) -> ProcessGroupCollection:
     """Create all groups on all ranks.  Collective: every rank calls it with the same arguments.
 
     Groups with equal members and equal settings are created once and shared.  ``context_levels``:
     sizes of ``cp_inner`` and ``cp_outer``; ``encoder_stages``: number of first stages that hold the
-    encoder; ``only_mine``: create only this rank's groups (for a backend that simulates the other
-    ranks).  Raises ValueError if the instances do not divide the data-parallel ranks.
+    encoder; ``embedding_ranks`` and ``position_embedding_ranks``: return the members of ``embd``
+    and ``pos_embd`` among the ranks of a pipeline, by default its ends; ``only_mine``: create only
+    this rank's groups (for a backend that simulates the other ranks).  Raises ValueError if the
+    instances do not divide the data-parallel ranks.
     """
     shards = optimizer_shards(dense, num_distributed_optimizer_instances)
     expert_shards = optimizer_shards(expert, num_distributed_optimizer_instances)
@@ -276,8 +294,8 @@ def create_process_groups(
         "intra_expt_dp": chain.from_iterable(expert_shards),
         "inter_dist_opt": [ranks for blocks in shards for ranks in zip(*blocks, strict=True)],
         "intra_dist_opt": instances,
-        "embd": _together(pipelines, {0, encoder_stages, len(pipelines[0]) - 1}),
-        "pos_embd": _together(pipelines, {0, encoder_stages}),
+        "embd": _together(pipelines, {0, encoder_stages, len(pipelines[0]) - 1}, embedding_ranks),
+        "pos_embd": _together(pipelines, {0, encoder_stages}, position_embedding_ranks),
         "stack": [
             half for p in pipelines for half in (p[:encoder_stages], p[encoder_stages:]) if half
         ],
@@ -320,8 +338,17 @@ def _union_by_instance(shards: Sequence[Sequence[Sequence[int]]]) -> list[list[i
     return [sorted(r for block in blocks for r in block) for blocks in zip(*shards, strict=True)]
 
 
-def _together(pipelines: Sequence[Sequence[int]], stages: Set[int]) -> Iterator[Sequence[int]]:
-    """Yield, for each pipeline, one group of ``stages`` and a group of its own for each other."""
+def _together(
+    pipelines: Sequence[list[int]],
+    stages: Set[int],
+    choose: Callable[[list[int]], list[int]] | None,
+) -> Iterator[Sequence[int]]:
+    """Yield, for each pipeline, one group of ``stages`` and a group of its own for each other.
+
+    ``choose`` returns the members in place of ``stages``.
+    """
     for pipeline in pipelines:
-        yield [rank for stage, rank in enumerate(pipeline) if stage in stages]
-        yield from ([rank] for stage, rank in enumerate(pipeline) if stage not in stages)
+        members = [rank for stage, rank in enumerate(pipeline) if stage in stages]
+        members = choose(pipeline) if choose else members
+        yield members
+        yield from ([rank] for rank in pipeline if rank not in members)

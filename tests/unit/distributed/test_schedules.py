@@ -190,7 +190,7 @@ def test_only_the_last_backward_pass_reduces(alone: ProcessGroupCollection):
 
 
 def test_without_groups_the_installed_ones_are_used(alone: ProcessGroupCollection):
-    with pytest.raises(RuntimeError, match="initialize_model_parallel"):
+    with pytest.raises(AssertionError, match="initialize_model_parallel"):
         run(TinyModel(), None)
     parallel_state.install(alone)
     try:
