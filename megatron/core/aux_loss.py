@@ -7,9 +7,12 @@ that runs the step calls `AuxLosses.begin`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
 
@@ -20,10 +23,19 @@ class AuxLosses:
     ``values``: name -> sum of the reported values over the micro-batches since the last `take`.
     """
 
-    def __init__(self, layer_index: int) -> None:
+    # Factor of the gradient: 1 / number of micro-batches, times the scale of the model's loss.
+    weight: float | Tensor = 1.0
+    # The losses of this process, for Megatron Core's log of them.
+    instances: ClassVar[WeakSet[AuxLosses]] = WeakSet()
+
+    def __init__(
+        self, layer_index: int, num_layers: int = 0, group: ProcessGroup | None = None
+    ) -> None:
+        """Create it for a layer of ``num_layers``; ``group``: ranks whose values are summands."""
         self.layer_index = layer_index  # 0-based index in the complete model
-        # Factor of the gradient: 1 / number of micro-batches, times the scale of the model's loss.
-        self.weight: float | Tensor = 1.0
+        self.num_layers = num_layers
+        self.group = group
+        self.instances.add(self)
         self.values: dict[str, Tensor] = {}
         # For a loss over all micro-batches of a step: counts so far, and number of micro-batches.
         self.counted: Tensor | None = None

@@ -128,6 +128,6 @@ def test_a_buffer_grows_with_the_rows_of_its_group() -> None:
     kind.get_dispatch_config.return_value = kind.get_combine_config.return_value = config
     asked = [(groups[0], 8), (groups[0], 4), (groups[1], 4), (groups[0], 16), (groups[0], 8)]
     with mock.patch.object(deep_ep, "require", return_value=SimpleNamespace(Buffer=kind)):
-        given = [deep_ep._buffer_of(group, row_bytes, 20) for group, row_bytes in asked]
+        given = [deep_ep.get_buffer(group, row_bytes, 20) for group, row_bytes in asked]
     assert [nvl for _, nvl, _ in given] == [16, 16, 8, 32, 32]
     assert kind.call_count == 3

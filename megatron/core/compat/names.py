@@ -141,23 +141,55 @@ NAMES: PathTable = {
     "core.transformer.transformer_config": {},
     "core.transformer.transformer_layer": {},
     # -- Experts, fusions and state-space layers
-    "core.fusions.fused_bias_dropout": {},
-    "core.fusions.fused_bias_geglu": {},
-    "core.fusions.fused_bias_gelu": {},
-    "core.fusions.fused_bias_swiglu": {},
-    "core.fusions.fused_cross_entropy": {},
-    "core.fusions.fused_softmax": {},
+    "core.fusions.fused_bias_dropout": {
+        "core.compat.fusions": "bias_dropout_add_fused_inference bias_dropout_add_fused_train"
+    },
+    "core.fusions.fused_bias_geglu": {
+        "core.activations": "quick_gelu",
+        "core.compat.fusions": "bias_geglu_impl",
+    },
+    "core.fusions.fused_bias_gelu": {"core.compat.fusions": "bias_gelu bias_gelu_impl"},
+    "core.fusions.fused_bias_swiglu": {
+        "core.compat.fusions": "bias_swiglu bias_swiglu_impl weighted_bias_swiglu_impl"
+    },
+    "core.fusions.fused_cross_entropy": {
+        "core.compat.fusions": "calculate_logits_max fused_vocab_parallel_cross_entropy"
+    },
+    "core.fusions.fused_layer_norm": {"core.transformer.norms": "FusedLayerNorm"},
+    "core.fusions.fused_softmax": {"core.compat.fusions": "FusedScaleMaskSoftmax"},
     "core.ssm.mamba_context_parallel": {},
     "core.ssm.mamba_hybrid_layer_allocation": {},
     "core.ssm.mamba_mixer": {},
-    "core.transformer.moe": {},
-    "core.transformer.moe.experts": {},
-    "core.transformer.moe.fused_a2a": {},
-    "core.transformer.moe.moe_layer": {},
-    "core.transformer.moe.moe_utils": {},
-    "core.transformer.moe.router": {},
-    "core.transformer.moe.token_dispatcher": {},
-    "core.transformer.moe.upcycling_utils": {},
+    "core.ssm.mlp_layer": {"core.transformer.transformer_layer": "MLPLayer=TransformerLayer"},
+    "core.transformer.moe.experts": {"core.compat.moe": "GroupedMLP"},
+    "core.transformer.moe.fused_a2a": {
+        "core.compat.moe": "fused_combine get_hidden_bytes",
+        "core.transformer.moe.deep_ep": "get_buffer",
+    },
+    "core.transformer.moe.grouped_gemm_util": {
+        "core.compat.moe": "assert_grouped_gemm_is_available grouped_gemm_is_available ops"
+    },
+    "core.transformer.moe.moe_layer": {"core.tensor_parallel.random": "te_checkpoint=checkpoint"},
+    "core.transformer.moe.moe_utils": {
+        "core.compat.moe": "MoEAuxLossAutoScaler RouterGatingLinearFunction apply_random_logits "
+        "apply_router_token_dropping clear_aux_losses_tracker compute_routing_scores_for_aux_loss "
+        "get_capacity get_moe_layer_wise_logging_tracker group_limited_topk permute "
+        "reduce_aux_losses_tracker_across_ranks save_to_aux_losses_tracker sort_chunks_by_idxs "
+        "switch_load_balancing_loss_func topk_routing_with_score_function track_moe_metrics "
+        "unpermute z_loss_func",
+        "core.parallel.default_groups": "get_default_model_comm_pgs=default_groups "
+        "get_default_pg_collection=default_groups",
+        "core.transformer.moe.routing": "sinkhorn",
+    },
+    "core.transformer.moe.router": {
+        "core.compat.moe": "MoEAuxLossAutoScaler",
+        "core.transformer.moe.router": "Router=TopKRouter",
+    },
+    "core.transformer.moe.token_dispatcher": {
+        "core.transformer.moe.token_dispatcher": "MoEAllGatherTokenDispatcher=AllGatherDispatcher "
+        "MoEAlltoAllTokenDispatcher=AllToAllDispatcher MoEFlexTokenDispatcher=AllToAllDispatcher "
+        "MoETokenDispatcher=TokenDispatcher"
+    },
     # -- Parallelism
     "core.parallel.parallel_state": {
         "core.compat.parallel": "RankGenerator generate_masked_orthogonal_rank_groups create_group "

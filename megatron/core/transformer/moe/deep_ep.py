@@ -54,7 +54,7 @@ class DeepEPDispatcher(TokenDispatcher):
     def dispatch(
         self, x: Tensor, routing: RoutingResult, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
-        buffer = _buffer_of(self.tp_ep, x.shape[1] * x.element_size(), self.num_sms)
+        buffer = get_buffer(self.tp_ep, x.shape[1] * x.element_size(), self.num_sms)
         copies = self.expt_tp.size()
         # DeepEP assumes that a rank holds complete experts: with expert tensor parallelism, each
         # shard of an expert is an expert of its own to it.
@@ -72,7 +72,7 @@ class DeepEPDispatcher(TokenDispatcher):
         arrived = sorted_here(rows, RoutingResult(mine, weights, self.num_local), counts)
 
         def back(results: Tensor) -> Tensor:
-            return through(arrived.back(results), handled, _combined, _dispatched)
+            return through(arrived.back(results), handled, combined, dispatched)
 
         return DispatchedTokens(arrived.rows, arrived.weights, arrived.counts, back)
 
@@ -83,16 +83,16 @@ _buffers: dict[ProcessGroup, tuple[int, Any]] = {}
 each_rank_owns(__name__, "_buffers")
 
 
-def _buffer_of(group: ProcessGroup, row_bytes: int, num_sms: int) -> Any:
+def get_buffer(group: ProcessGroup, hidden_bytes: int, num_sms: int = 20) -> Any:
     """Return the buffer that all layers share.  Collective if it must be created or enlarged."""
-    if group not in _buffers or _buffers[group][0] < row_bytes:
+    if group not in _buffers or _buffers[group][0] < hidden_bytes:
         kind = require(PACKAGE, "--moe-enable-deepep").Buffer
         kind.set_num_sms(num_sms)
         size = group.size()
         configs = kind.get_dispatch_config(size), kind.get_combine_config(size)
-        nvl = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
-        rdma = max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
-        _buffers[group] = row_bytes, kind(group, nvl, rdma)
+        nvl = max(config.get_nvl_buffer_size_hint(hidden_bytes, size) for config in configs)
+        rdma = max(config.get_rdma_buffer_size_hint(hidden_bytes, size) for config in configs)
+        _buffers[group] = hidden_bytes, kind(group, nvl, rdma)
     return _buffers[group][1]
 
 
@@ -152,14 +152,14 @@ class _Dispatch(Function[tuple[Tensor, Tensor, Tensor]]):
         return grad, grad_weights, None, None, None, None
 
 
-def _combined(results: Tensor, handled: _Handled) -> Tensor:
+def combined(results: Tensor, handled: _Handled) -> Tensor:
     buffer, handle = handled
     results, _, event = buffer.combine(results.contiguous(), handle, async_finish=True)
     _wait(event)
     return results
 
 
-def _dispatched(grad: Tensor, handled: _Handled) -> Tensor:
+def dispatched(grad: Tensor, handled: _Handled) -> Tensor:
     buffer, handle = handled
     grad, *_, event = buffer.dispatch(grad.contiguous(), handle=handle, async_finish=True)
     _wait(event)

@@ -99,7 +99,8 @@ class TopKRouter(MegatronModule):
     def set_layer_number(self, layer_number: int) -> None:
         """Set the number of the layer, which counts from 1 over the complete model."""
         self.layer_number = layer_number
-        self.aux_losses = AuxLosses(layer_number - 1)
+        num_layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
+        self.aux_losses = AuxLosses(layer_number - 1, num_layers, self.sharers)
 
     @property
     def sharers(self) -> ProcessGroup:
@@ -264,10 +265,7 @@ class TopKRouter(MegatronModule):
         return replace(arithmetic.keeping(routing, is_kept), capacity=capacity)
 
     def sinkhorn_load_balancing(
-        self,
-        logits: Tensor,
-        shape: tuple[int, int] | None = None,
-        padding: Tensor | None = None,
+        self, logits: Tensor, shape: tuple[int, int] | None = None, padding: Tensor | None = None
     ) -> RoutingResult:
         """Choose experts by Sinkhorn's balanced assignment of all tokens; weigh by plain scores.
 
@@ -313,10 +311,7 @@ class TopKRouter(MegatronModule):
         return num_tokens if self.config.calculate_per_token_loss else 1
 
     def apply_z_loss(
-        self,
-        logits: Tensor,
-        num_tokens: int | Tensor | None = None,
-        padding: Tensor | None = None,
+        self, logits: Tensor, num_tokens: int | Tensor | None = None, padding: Tensor | None = None
     ) -> Tensor:
         """Attach the z-loss to the logits [n, E]; ``num_tokens``: of all ranks."""
         coefficient = self.config.moe_z_loss_coeff
@@ -390,11 +385,7 @@ class TopKRouter(MegatronModule):
     _apply_global_aux_loss = partialmethod(_apply_loss, "global_aux_loss")
 
     def _sequence_balance_loss(
-        self,
-        scores: Tensor,
-        experts: Tensor,
-        shape: tuple[int, int],
-        padding: Tensor | None,
+        self, scores: Tensor, experts: Tensor, shape: tuple[int, int], padding: Tensor | None
     ) -> Tensor:
         """Return the mean of the balance losses of each sequence.  Collective over the sharers."""
         s, b = shape

@@ -106,7 +106,7 @@ def route(
     scores = scores_of(logits, rule) if is_sigmoid or rule.pre_softmax else logits
     ranked = scores.detach() if bias is None else scores.detach() + bias
     if rule.num_groups > 1:
-        ranked = _within_best_groups(ranked, rule)
+        ranked = within_best_groups(ranked, rule)
     experts = (choose or best)(ranked, rule.k)
     return RoutingResult(experts, weights_of(logits, experts, rule), logits.shape[-1])
 
@@ -144,7 +144,7 @@ def best(scores: Tensor, k: int) -> Tensor:
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def _within_best_groups(scores: Tensor, rule: RoutingRule) -> Tensor:
+def within_best_groups(scores: Tensor, rule: RoutingRule) -> Tensor:
     """Mask scores with -inf outside the groups with the highest sums of best scores."""
     groups: Tensor = scores.unflatten(-1, (rule.num_groups, -1))
     of_group = groups.topk(rule.scores_per_group, dim=-1).values.sum(-1)
@@ -173,15 +173,15 @@ def z_loss(logits: Tensor, *, num_tokens: int | Tensor, padding: Tensor | None =
 
 
 @torch.no_grad()
-def sinkhorn(logits: Tensor, tolerance: float = 1e-4) -> Tensor:
-    """Return a positive matrix with equal row sums and equal column sums: [n, E].
+def sinkhorn(cost: Tensor, tol: float = 1e-4) -> Tensor:
+    """Scale exp(``cost``), logits [n, E], to equal row sums and equal column sums: [n, E].
 
-    Iterates to ``tolerance``, at most 100 rounds; synchronizes with the device every tenth round.
+    Iterates to the tolerance, at most 100 rounds; synchronizes with the device every tenth round.
     """
-    logits = _at_least_fp32(logits)
+    cost = _at_least_fp32(cost)
     # Subtracting the maximum scales a row, which the iteration undoes; with it and the lower bound
     # every sum is finite and positive.
-    cost = torch.exp(logits - logits.amax(1, keepdim=True)).clamp_min(1e-30)
+    cost = torch.exp(cost - cost.amax(1, keepdim=True)).clamp_min(1e-30)
     num_rows, num_columns = cost.shape
     of_column = torch.ones(num_columns, dtype=cost.dtype, device=cost.device)
     for turn in range(1, 101):
@@ -190,7 +190,7 @@ def sinkhorn(logits: Tensor, tolerance: float = 1e-4) -> Tensor:
         of_column = 1 / (num_columns * (of_row.unsqueeze(1) * cost).sum(0))
         if turn % 10 == 0:
             moved = of_column / before  # if all are equal only the overall scale changed
-            if moved.max() <= moved.min() * (1 + tolerance):
+            if moved.max() <= moved.min() * (1 + tol):
                 break
     return of_column * cost * of_row.unsqueeze(1)
 
