@@ -1,6 +1,8 @@
 """The training application: flags, setup, train loop, callbacks, checkpoints, tokenizers."""
 
+from megatron.core.compat.import_paths import install
 from megatron.core.optional import lazy_exports
+from megatron.training.compat.names import NAMES
 
 _GLOBALS = ("get_args", "get_tokenizer", "get_timers", "get_tensorboard_writer", "get_wandb_writer")
 _UTILS = ("print_rank_0", "print_rank_last", "is_last_rank", "is_rank0")
@@ -17,3 +19,4 @@ __getattr__ = lazy_exports(
         "inprocess_restart": "megatron.training.inprocess_restart",
     },
 )
+install(NAMES)

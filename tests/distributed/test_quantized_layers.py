@@ -108,7 +108,7 @@ def gather(rank: int, world_size: int) -> list[torch.dtype]:
     for param in params:
         set_info(param, ParamInfo(global_shape=(param.numel(),), gathered_as_codes=True))
     layout = plan_buffer(NUMELS, 200, param_alignment=64, bucket_multiple=2 * 128)
-    buckets = make_param_buckets(params, layout, group, one_rank())
+    _, buckets = make_param_buckets(params, layout, group, one_rank())
     assert len(buckets) == 2
     moved: list[torch.dtype] = []
 

@@ -88,7 +88,11 @@ PATHS_ABOVE = {"megatron/training/datasets/sft_dataset.py"}
 # scripts written for Megatron-LM call without process groups or a run.
 COMPATIBILITY_API = {
     # Megatron Core's names for what has another form here.
-    "megatron.core.compat": {"megatron/core/__init__.py", "megatron/training/__init__.py"},
+    "megatron.core.compat": {
+        "megatron/core/__init__.py",
+        "megatron/training/__init__.py",
+        "megatron/training/compat/names.py",
+    },
     # Import paths of Megatron-LM, for scripts only: the modules are in packages.
     "megatron.core.parallel_state": set(),
     "megatron.core.process_groups_config": set(),

@@ -23,15 +23,21 @@ _OF_ONE_PROGRAM = frozenset(flag_of(f, opt) for f, opt in options_of(MimoConfig)
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
 
 
+def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add all flags, in Megatron-LM's groups; return ``parser``."""
+    groups = groups_of(parser)
+    for config_class in ALL_CLASSES:
+        add_options(groups, config_class, help_line)
+    return parser
+
+
 def build_parser(extra_args_provider: ExtraArgsProvider | None = None) -> Parser:
     """Return a parser of all flags, in Megatron-LM's groups."""
     parser = Parser(
         description="Train large transformers. Switches are off unless given.",
         usage="%(prog)s [flags]",
     )
-    groups = groups_of(parser)
-    for config_class in ALL_CLASSES:
-        add_options(groups, config_class, help_line)
+    add_megatron_arguments(parser)
     if extra_args_provider is not None:
         with parser.may_replace(_OF_ONE_PROGRAM):
             extended = extra_args_provider(parser)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.core.config.errors import ConfigError
+from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.dist_checkpointing.folders import read_tracker
+from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.parallel.default_groups import default_groups, library_call
 from megatron.training.arguments.config_file import write_config
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.checkpointer import Checkpointer
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.non_persistent import keeps_parts, transient
-from megatron.training.checkpointing.paths import checkpoint_folder
+from megatron.training.checkpointing.paths import checkpoint_folder, resolve_folder
 from megatron.training.checkpointing.paths import (
     get_checkpoint_tracker_filename as get_checkpoint_tracker_filename,
 )
@@ -26,27 +30,42 @@ from megatron.training.compat.utils import Model, chunks_of
 from megatron.training.models.registry import layers_of_stages
 from megatron.training.step.run import ModelRun
 
+_OF_LAYOUT = "pipeline_rank expert_rank tensor_rank pipeline_parallel expert_parallel"
+_WITHOUT_EFFECT = "checkpointing_context train_data_iterator preprocess_common_state_dict_fn"
 
+
+class CheckpointType(Enum):
+    """Kinds of checkpoints that Megatron-LM's functions tell apart."""
+
+    LEGACY = 1
+    LOCAL = 2
+    GLOBAL = 3
+    TORCH_DCP = 4
+
+
+@library_call(
+    "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far "
+    f"checkpointing_context {_OF_LAYOUT} non_persistent_ckpt train_data_iterator "
+    "preprocess_common_state_dict_fn",
+    unused=f"{_OF_LAYOUT} {_WITHOUT_EFFECT}",
+)
 def save_checkpoint(
     iteration: int,
     model: Model,
     optimizer: MegatronOptimizer | None,
     opt_param_scheduler: OptimizerParamScheduler | None,
     num_floating_point_operations_so_far: float,
-    checkpointing_context: object = None,
+    *,
     non_persistent_ckpt: bool = False,
-    **layout: object,
 ) -> None:
     """Save the given objects and the counters of the run in ``--save``.  Collective.
 
     With ``non_persistent_ckpt``, saves a non-persistent checkpoint instead
-    (--non-persistent-ckpt-type).  ``checkpointing_context`` and the ranks in ``layout`` have no
-    effect: the run determines the layout.
+    (--non-persistent-ckpt-type).  The run determines the layout, whatever ranks are given.
 
     The checkpoint is on disk when this returns, also with --async-save, because a script does not
     poll a background save.  Raises ConfigError, SaveFailed.
     """
-    del checkpointing_context, layout
     run = global_vars.get_run()
     config = run.config.checkpoint
     if non_persistent_ckpt and config.non_persistent_ckpt_type is None:
@@ -78,6 +97,7 @@ def load_checkpoint(
     load_arg: str = "load",
     strict: bool = True,
     checkpointing_context: object = None,
+    skip_load_to_model_and_opt: bool = False,
 ) -> tuple[int, float]:
     """Load the given objects from the directory of option ``load_arg``.  Collective.
 
@@ -85,6 +105,11 @@ def load_checkpoint(
     far, both 0 if there is nothing to load.  Without ``strict``, differing keys are logged.
     """
     del checkpointing_context
+    if skip_load_to_model_and_opt:
+        raise ConfigError(
+            "load_checkpoint(skip_load_to_model_and_opt=True): a checkpoint is loaded into the "
+            "model and the optimizer; pass False, the default"
+        )
     run = global_vars.get_run()
     config = run.config.checkpoint
     config = replace(config, load=vars(config)[load_arg])
@@ -116,26 +141,78 @@ def get_checkpoint_name(
     checkpoints_path: str,
     iteration: int,
     release: bool = False,
-    *ranks: object,
+    pipeline_parallel: bool | None = None,
+    tensor_rank: int | None = None,
+    pipeline_rank: int | None = None,
+    expert_parallel: bool | None = None,
+    expert_rank: int | None = None,
     return_base_dir: bool = False,
     basename: str = "model_optim_rng.pt",
 ) -> str:
-    """Return the folder of an iteration (``return_base_dir``), or this rank's file in it.
+    """Return the folder of an iteration (``return_base_dir``), or a rank's file in it.
 
-    The file is that of Megatron-LM's legacy format, ``mp_rank_TT[_PPP][_EEE]/BASENAME``.  It is
-    named by the ranks of the current run; ``ranks`` have no effect.
+    The file is that of Megatron-LM's legacy format, ``mp_rank_TT[_PPP][_EEE]/BASENAME``.  The
+    process groups give what is None.
     """
-    del ranks
     folder = checkpoint_folder(checkpoints_path, iteration, release)
     if return_base_dir:
         return folder
-    groups = global_vars.get_run().groups
-    name = f"mp_rank_{groups.tp.rank():02d}"
-    if groups.pp.size() > 1:
-        name += f"_{groups.pp.rank():03d}"
-    if groups.ep.size() > 1:
-        name += f"_{groups.ep.rank():03d}"
+    groups = default_groups()
+    name = f"mp_rank_{groups.tp.rank() if tensor_rank is None else tensor_rank:02d}"
+    if groups.pp.size() > 1 if pipeline_parallel is None else pipeline_parallel:
+        name += f"_{groups.pp.rank() if pipeline_rank is None else pipeline_rank:03d}"
+    if groups.ep.size() > 1 if expert_parallel is None else expert_parallel:
+        name += f"_{groups.ep.rank() if expert_rank is None else expert_rank:03d}"
     return str(Path(folder) / name / basename)
+
+
+def isfile(filename: str) -> bool:
+    """Return whether there is a file of this name."""
+    return Path(filename).is_file()
+
+
+def find_checkpoint_rank_0(
+    checkpoints_path: str, iteration: int, release: bool = False
+) -> str | None:
+    """Return the folder of a distributed checkpoint, or rank 0's file of a legacy one.
+
+    None if neither exists.
+    """
+    folder = Path(checkpoint_folder(checkpoints_path, iteration, release))
+    if format_of(folder) not in (None, "torch"):
+        return str(folder)
+    return next(map(str, sorted(folder.glob("mp_rank_00*/*.pt"))), None)
+
+
+def read_metadata(tracker_filename: str) -> tuple[int, bool]:
+    """Return the iteration that the tracker file names, and whether it names a release.
+
+    Raises CheckpointError if the file is missing or invalid.
+    """
+    tracker = read_tracker(Path(tracker_filename).parent)
+    if tracker is None:
+        raise CheckpointError(f"{tracker_filename} does not exist: the folder has no checkpoint")
+    return tracker.iteration or 0, tracker.iteration is None
+
+
+def get_load_checkpoint_path_by_args(args: argparse.Namespace, load_arg: str = "load") -> str:
+    """Return the folder of the checkpoint that ``args`` select.  Raises CheckpointError."""
+    return str(resolve_folder(vars(args)[load_arg], vars(args).get("ckpt_step")))
+
+
+def _get_checkpoint_format(checkpoint_name: str) -> str:
+    """Return the format of a checkpoint's folder.  Raises CheckpointError if it is none."""
+    if (found := format_of(Path(checkpoint_name))) is None:
+        raise CheckpointError(f"{checkpoint_name} is not the folder of a checkpoint")
+    return found
+
+
+def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
+    """Finish a save in the background that is done; ``blocking``: wait for it.  Collective."""
+    del terminate
+    run = global_vars.get_run()
+    if isinstance(run, ModelRun):
+        run.checkpoints.wait(run) if blocking else run.checkpoints.poll(run)
 
 
 def model_run(model: Model) -> ModelRun:

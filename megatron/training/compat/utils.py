@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import overload
+from typing import NoReturn, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.datasets.gpt_dataset import (
     get_ltor_masks_and_position_ids as get_ltor_masks_and_position_ids,
 )
@@ -87,3 +88,18 @@ def get_batch_on_this_tp_rank(
     ]
     table = {name: next((t[name] for t in tables if t[name]), None) for name in tables[0]}
     return load_batch(data_iterator, table, parallel_state.current().tp)
+
+
+def check_adlr_autoresume_termination(
+    iteration: int, model: object, optimizer: object, opt_param_scheduler: object
+) -> NoReturn:
+    """Refuse to ask NVIDIA's cluster whether the run is to end.  Raises ConfigError."""
+    del model, optimizer, opt_param_scheduler
+    raise ConfigError(
+        f"check_adlr_autoresume_termination() at iteration {iteration}: --adlr-autoresume works on "
+        "NVIDIA's own cluster; use --exit-signal-handler, which saves at SIGTERM"
+    )
+
+
+def _initialize_tp_communicators() -> None:
+    """Do nothing: get_model() creates the communicators that --tp-comm-overlap needs."""

@@ -60,9 +60,9 @@ def is_last_rank() -> bool:
     return rank() == world_size() - 1
 
 
-def print_rank_0(message: object) -> None:
-    """Print ``message`` on rank 0."""
-    if is_rank0():
+def print_rank_0(message: object, rank: int | None = None) -> None:
+    """Print ``message`` on rank 0; ``rank``: the number of this rank, if the caller knows it."""
+    if is_rank0() if rank is None else rank == 0:
         print(message, flush=True)
 
 

@@ -41,7 +41,8 @@ class ReadOnlyNamespace(Namespace):
 
     def __setattr__(self, name: str, value: Any) -> None:
         values = vars(self)
-        if name in values and type(values[name]) is type(value) and values[name] == value:
+        is_same = name in values and values[name] == value
+        if is_same and isinstance(values[name], bool) is isinstance(value, bool):
             return
         if name == _SETTABLE and isinstance(value, bool):
             run: RunContext = self._run
@@ -80,7 +81,7 @@ def legacy_namespace(run: RunContext) -> ReadOnlyNamespace:
     return namespace
 
 
-def refresh(namespace: ReadOnlyNamespace, run: RunContext) -> None:
+def refresh(namespace: Namespace, run: RunContext) -> None:
     """Update the values of ``namespace`` that change during the run, such as the counters.
 
     Called by every get_args(), so it must stay cheap.

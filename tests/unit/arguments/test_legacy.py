@@ -78,9 +78,15 @@ def test_the_value_that_is_there_may_be_assigned() -> None:
     args = namespace()
     args.micro_batch_size = 2
     args.load = None
+    args.padded_vocab_size = int(args.padded_vocab_size)
     with pytest.raises(ConfigError, match="micro_batch_size = True changes nothing"):
         args.micro_batch_size = True
     assert args.micro_batch_size == 2
+
+
+def test_a_parser_of_a_program_takes_all_flags() -> None:
+    parser = facade.add_megatron_arguments(argparse.ArgumentParser())
+    assert parser.parse_args(["--num-layers", "4", "--bf16"]).num_layers == 4
 
 
 def test_a_script_may_say_that_a_missing_checkpoint_ends_it() -> None:

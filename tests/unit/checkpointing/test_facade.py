@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.training import checkpointing
 from megatron.training.compat import global_vars
 from megatron.training.runtime.context import TrainState
@@ -83,3 +83,30 @@ def test_names_of_folders_and_of_the_old_tree(run):
     assert checkpointing.get_checkpoint_name("/c", 12, release=True).startswith("/c/release/")
     tracker = checkpointing.get_checkpoint_tracker_filename("/c")
     assert tracker == "/c/latest_checkpointed_iteration.txt"
+
+
+def test_names_of_files_follow_the_ranks_that_are_given(tmp_path):
+    name = checkpointing.get_checkpoint_name
+    assert name("/c", 12, False, True, 1, 2).endswith("/mp_rank_01_002/model_optim_rng.pt")
+    assert name("/c", 12, False, True, 1, 2, True, 3, basename="x").endswith(
+        "/mp_rank_01_002_003/x"
+    )
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    with pytest.raises(CheckpointError, match="does not exist"):
+        checkpointing.read_metadata(str(tracker))
+    tracker.write_text("release")
+    assert checkpointing.isfile(str(tracker))
+    assert checkpointing.read_metadata(str(tracker)) == (0, True)
+    assert checkpointing.find_checkpoint_rank_0(str(tmp_path), 3) is None
+    file = tmp_path / "iter_0000003/mp_rank_00_000/model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert checkpointing.find_checkpoint_rank_0(str(tmp_path), 3) == str(file)
+    assert checkpointing._get_checkpoint_format(str(file.parents[1])) == "torch"
+    with pytest.raises(CheckpointError, match="not the folder of a checkpoint"):
+        checkpointing._get_checkpoint_format(str(tmp_path))
+
+
+def test_a_load_that_leaves_the_model_alone_is_refused(run):
+    with pytest.raises(ConfigError, match="skip_load_to_model_and_opt=True"):
+        checkpointing.load_checkpoint([], None, None, skip_load_to_model_and_opt=True)
