@@ -17,6 +17,8 @@ _ATTRIBUTE = "_megatron_param_info"
 # Local name of a norm that is fused into the following linear layer -> its layout-independent name.
 _NORM_INSIDE = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
     "mixer.in_proj.layer_norm_": "norm.",
 }

@@ -38,15 +38,18 @@ class MambaLayer(ResidualLayer):
         residual_in_fp32: bool = False,
         *,
         pg_collection: ProcessGroupCollection,
+        pp_layer_offset: int = 0,
     ) -> None:
-        """Build the submodules.  ``layer_number`` counts from 1 over the complete model.
+        """Build the submodules.
+
+        ``layer_number`` counts from 1; there are ``pp_layer_offset`` layers before the first one.
 
         ``residual_in_fp32`` is ignored: ``config.fp32_residual_connection`` decides.
         """
         del residual_in_fp32
         super().__init__(
             config,
-            layer_number,
+            layer_number + pp_layer_offset,
             None,
             pg_collection=pg_collection,
             keys_map=submodules.sharded_state_dict_keys_map,

@@ -361,9 +361,9 @@ class ReplicatedLinear(Linear):
             info = param_info_for((output_size,), sequence_parallel=has_partial_gradient)
             self.bias = new_parameter(info.global_shape, config.params_dtype, info)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply: [.., i] -> [.., o].  No communication."""
-        return self._product(x, self.bias)
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Multiply: [.., i] -> [.., o].  No communication.  No bias is left to the caller."""
+        return self._product(x, self.bias), None
 
 
 def check_token_ids(token_ids: Tensor, num_tokens: int, *, may_ignore: bool = False) -> None:

@@ -18,23 +18,25 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnMaskType
-from megatron.core.fusions.rope import RotaryTable, split_and_rotate
-from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
+from megatron.core.fusions.rope import RotaryTable, apply_rotary, split_and_rotate
+from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams, position_in_sequence
+from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, set_info
 from megatron.core.tensor_parallel.layers import divide_over_group
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.attention_masks import window_of_layer
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
-from megatron.core.transformer.module import MegatronModule, WithBias
+from megatron.core.transformer.module import MegatronModule, WithBias, is_replaced
 from megatron.core.transformer.norms import l2_norm, leaves_bias_to_sum
 from megatron.core.transformer.spec_utils import Slot, build_module, build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import (
-    deprecate_inference_params as deprecate_inference_params,
-)  # for scripts
+from megatron.core.utils import deprecate_inference_params
 
 
 @dataclass
@@ -66,33 +68,51 @@ def layer_has_rope(config: TransformerConfig, layer_index: int) -> bool:
     return not skip or (layer_index + 1) % skip != 0
 
 
-class AttentionBase(MegatronModule, ABC):
+class Attention(MegatronModule, ABC):
     """Base class of attention: core and output projection, with heads sharded over tp.
 
-    Collective over tp (projections) and over cp (core), also in backward.
+    A class derived from `SelfAttention` may compute queries, keys and values, or everything, in its
+    own `get_query_key_value_tensors` or `forward`.  Collective over tp (projections) and over cp
+    (core), also in backward.
     """
 
-    attention_type = "self"
-    default_mask = AttnMaskType.causal
-
+    @library_call(
+        "config submodules layer_number attn_mask_type attention_type cp_comm_type model_comm_pgs"
+    )
     def __init__(
         self,
         config: TransformerConfig,
         submodules: Any,
         layer_number: int,
-        attn_mask_type: AttnMaskType | None = None,
+        attn_mask_type: AttnMaskType = AttnMaskType.padding,
+        attention_type: str = "self",
+        cp_comm_type: str | None = None,
         *,
         pg_collection: ProcessGroupCollection,
     ) -> None:
         """Build the submodules.  ``layer_number`` counts from 1 over the complete model or stack.
 
-        Raises ConfigError if the spec's core attention lacks what a flag needs.
+        ``cp_comm_type`` overrides the config's.  Raises ConfigError if the spec's core attention
+        lacks what a flag needs.
         """
         super().__init__(config)
+        self.pg_collection = pg_collection
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.layer_number = layer_number
-        self.attn_mask_type = attn_mask_type or self.default_mask
-        self.recomputes_core = "core_attn" in config.modules_to_recompute
+        self.attn_mask_type = attn_mask_type
+        self.attention_type = attention_type
+        self.hidden_size_per_attention_head: int = config.kv_channels
+        self.query_projection_size = config.num_attention_heads * self.query_width
+        self.kv_projection_size = config.num_query_groups * config.kv_channels
+        self.num_attention_heads_per_partition = divide_over_group(
+            config.num_attention_heads, self.tp_group, "--num-attention-heads"
+        )
+        self.num_query_groups_per_partition = divide_over_group(
+            config.num_query_groups, self.tp_group, "--num-query-groups"
+        )
+        self.key_hidden_size = self.query_width
+        self.val_hidden_size = self.value_width
+        self.checkpoint_core_attention = "core_attn" in config.modules_to_recompute
         self.offered = {"tp_group": self.tp_group, "pg_collection": pg_collection}
         self.core_attention: Callable[..., Tensor] = build_module(
             submodules.core_attention,
@@ -103,6 +123,9 @@ class AttentionBase(MegatronModule, ABC):
                 **self.offered,
                 "attention_type": self.attention_type,
                 "softmax_scale": self.softmax_scale,
+                "cp_comm_type": cp_comm_type,
+                "k_channels": self.key_hidden_size,
+                "v_channels": self.val_hidden_size,
             },
         )
         lack = None
@@ -119,34 +142,58 @@ class AttentionBase(MegatronModule, ABC):
             )
         self.linear_proj: Callable[[Tensor], WithBias] = build_module(
             submodules.linear_proj,
-            self.value_width,
+            config.num_attention_heads * self.value_width,
             config.hidden_size,
             config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
             skip_bias_add=leaves_bias_to_sum(config, self.tp_group),
-            offered=self.offered,
+            offered={
+                **self.offered,
+                "input_is_parallel": True,
+                "is_expert": False,
+                "tp_comm_buffer_name": "proj",
+            },
         )
         self.build_projections(submodules)
 
     @property
+    def model_comm_pgs(self) -> ProcessGroupCollection:
+        """The process groups, by Megatron Core's name for them."""
+        return self.pg_collection
+
+    @property
+    def query_width(self) -> int:
+        """Width of the queries and keys of one head."""
+        return self.config.kv_channels
+
+    @property
     def value_width(self) -> int:
-        """Total width of the values of all heads, on all ranks."""
-        return self.config.num_attention_heads * self.config.kv_channels
+        """Width of the values of one head, without padding."""
+        return self.config.kv_channels
 
     @property
     def softmax_scale(self) -> float | None:
         """Scale of the attention scores; None: the default of the core."""
         return None
 
-    @abstractmethod
     def build_projections(self, submodules: Any) -> None:
-        """Build the linear layers that compute queries, keys and values."""
+        """Build the linear layers that compute queries, keys and values.
+
+        A class of a project may build its own after this constructor.
+        """
+
+    @abstractmethod
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Compute query, key and value from hidden states [s, b, h]."""
 
     def projection(
-        self, spec: Slot | None, input_size: int, output_size: int, *, bias: bool
+        self, spec: Slot | None, input_size: int, output_size: int, *, bias: bool, name: str = "qkv"
     ) -> Any:
-        """Build a linear layer with ``output_size`` outputs in total, sharded over tp by heads."""
+        """Build a linear layer with ``output_size`` outputs in total, sharded over tp by heads.
+
+        ``name``: that of its buffer for --tp-comm-overlap.
+        """
         return build_module(
             spec,
             input_size,
@@ -154,7 +201,13 @@ class AttentionBase(MegatronModule, ABC):
             config=self.config,
             init_method=self.config.init_method,
             bias=bias,
-            offered=self.offered,
+            offered={
+                **self.offered,
+                "gather_output": False,
+                "skip_bias_add": False,
+                "is_expert": False,
+                "tp_comm_buffer_name": name,
+            },
         )
 
     def project_back(self, context: Tensor) -> WithBias:
@@ -171,6 +224,32 @@ class AttentionBase(MegatronModule, ABC):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> WithBias:
         """Run the core and the output projection; recompute the core in backward if configured."""
+        is_kept = not (self.checkpoint_core_attention and self.training)
+        core = self.core_attention if is_kept else self._checkpointed_attention_forward
+        context = core(
+            query,
+            key,
+            value,
+            attention_mask,
+            attn_mask_type=self.attn_mask_type,
+            attention_bias=attention_bias,
+            packed_seq_params=packed_seq_params,
+        )
+        return self.project_back(context)
+
+    def _checkpointed_attention_forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: AttentionMask | None,
+        rotary_pos_emb: object = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Run the core and recompute it in backward.  ``rotary_pos_emb`` is not read."""
+        del rotary_pos_emb
 
         def core(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
             return self.core_attention(
@@ -178,44 +257,100 @@ class AttentionBase(MegatronModule, ABC):
                 k,
                 v,
                 attention_mask,
-                attn_mask_type=self.attn_mask_type,
+                attn_mask_type=attn_mask_type or self.attn_mask_type,
                 attention_bias=bias,
                 packed_seq_params=packed_seq_params,
             )
 
-        inputs = query, key, value, attention_bias
-        recomputes = self.recomputes_core and self.training
-        return self.project_back(checkpoint(core, False, *inputs) if recomputes else core(*inputs))
+        context: Tensor = checkpoint(core, False, query, key, value, attention_bias)
+        return context
+
+    def _adjust_key_value_for_inference(
+        self,
+        inference_context: object,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary_pos_emb: Any,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Any, ...]:
+        """Return what a forward pass of a project's class needs in training (Megatron Core's call).
+
+        Query, key, value, rotary embedding, kind of mask and None.  Raises ConfigError for
+        generation, where `forward` of this class uses the cache.
+        """
+        if inference_context is not None:
+            raise ConfigError(
+                f"{type(self).__name__} computes attention in its own forward(), which generation "
+                "does not support: override get_query_key_value_tensors() only"
+            )
+        return query, key, value, rotary_pos_emb, self.attn_mask_type, None
 
 
-class SelfAttentionBase(AttentionBase):
+class SelfAttentionBase(Attention):
     """Base class of self attention."""
 
     @abstractmethod
     def queries_keys_values(
-        self, hidden_states: Tensor, rotary: RotaryTable | None
+        self,
+        hidden_states: Tensor,
+        rotary: RotaryTable | None,
+        packed_seq_params: PackedSeqParams | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute query, key and value for the core from hidden states [s, b, h]."""
+
+    def own_queries_keys_values(
+        self,
+        hidden_states: Tensor,
+        rotary: RotaryTable | None,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute them by the `get_query_key_value_tensors` of a project."""
+        query, key, value = self.get_query_key_value_tensors(hidden_states, None)
+        if rotary is not None:
+            fused = self.config.apply_rope_fusion
+            query, key = (apply_rotary(x, rotary, fused=fused) for x in (query, key))
+        return query, key, value
 
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Any = None,
-        *,
+        key_value_states: Tensor | None = None,
         inference_context: KVCache | None = None,
-        rotary_pos_emb: RotaryTable | None = None,
+        rotary_pos_emb: Any = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
         attention_bias: Any = None,
         packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: object = None,
+        *,
+        inference_params: KVCache | None = None,
     ) -> WithBias:
         """Attend: [s, b, h] -> [s, b, h], and the output bias still to add (None if there is none).
 
         ``attention_mask`` is True where a key is hidden, or the bounds of documents.
         ``inference_context``: the KV cache that the new keys and values are appended to; the mask
-        is then a tensor and ``attention_bias`` a `PositionBias`.
+        is then a tensor and ``attention_bias`` a `PositionBias`.  ``rotary_pos_emb``: a table, or
+        Megatron Core's angles of each channel [s, 1 or b, 1, r], of packed sequences those of each
+        position, or a pair of them.  ``key_value_states``, ``rotary_pos_cos``, ``rotary_pos_sin``
+        and ``sequence_len_offset`` are not read.
         """
-        query, key, value = self.queries_keys_values(hidden_states, rotary_pos_emb)
-        if inference_context is not None:
-            context = inference_context.attend(
+        del key_value_states, rotary_pos_cos, rotary_pos_sin, sequence_len_offset
+        cache = deprecate_inference_params(inference_context, inference_params)
+        if not (rotary_pos_emb is None or isinstance(rotary_pos_emb, RotaryTable)):
+            rotary_pos_emb = self._table_of(rotary_pos_emb, hidden_states, packed_seq_params)
+        if is_replaced(type(self).get_query_key_value_tensors):
+            query, key, value = self.own_queries_keys_values(
+                hidden_states, self.table_of_layer(rotary_pos_emb), packed_seq_params
+            )
+        else:
+            query, key, value = self.queries_keys_values(
+                hidden_states, rotary_pos_emb, packed_seq_params
+            )
+        if cache is not None:
+            context = cache.attend(
                 self.layer_number - 1,
                 query,
                 key,
@@ -227,15 +362,64 @@ class SelfAttentionBase(AttentionBase):
             return self.project_back(context)
         return self.attend(query, key, value, attention_mask, attention_bias, packed_seq_params)
 
+    def table_of_layer(self, rotary: RotaryTable | None) -> RotaryTable | None:
+        """Return the table by which this layer rotates, or None."""
+        return rotary
 
-class CrossAttention(AttentionBase):
+    def _table_of(
+        self, angles: Any, hidden_states: Tensor, packed: PackedSeqParams | None
+    ) -> RotaryTable:
+        """Return the table of Megatron Core's angles, those of queries if there is a pair."""
+        angles = angles[0] if isinstance(angles, tuple) else angles
+        if packed is not None:
+            shards = self.tp_group.size() if self.config.sequence_parallel else 1
+            angles = angles[self.places_of_tokens(len(hidden_states) * shards, packed)[0]]
+        interleaved = self.config.rotary_interleaved
+        pairs = angles[..., ::2] if interleaved else angles[..., : angles.shape[-1] // 2]
+        dtype = self.config.params_dtype
+        return RotaryTable(pairs.cos().to(dtype), pairs.sin().to(dtype), interleaved)
+
+    def places_of_tokens(
+        self, num_tokens: int, packed: PackedSeqParams | None
+    ) -> tuple[Tensor, int]:
+        """Return the position of each of this rank's tokens, and the number of all ranks' tokens.
+
+        The position is that in the token's sequence.
+        """
+        cp = self.cp_group
+        total = num_tokens * cp.size()
+        lengths = row_lengths(None if packed is None else packed.lengths, total)
+        held = held_tokens(lengths, cp.rank(), cp.size(), device.current())
+        return held if packed is None else position_in_sequence(packed.ends, total)[held], total
+
+
+class CrossAttention(Attention):
     """Cross attention: queries of one sequence, keys and values of another; heads sharded over tp.
 
     Rows of the KV projection are interleaved by query group: its key, its value, the next group.
     """
 
-    attention_type = "cross"
-    default_mask = AttnMaskType.padding
+    @library_call("config submodules layer_number attn_mask_type cp_comm_type model_comm_pgs")
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: CrossAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.padding,
+        cp_comm_type: str | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        """See `Attention`."""
+        super().__init__(
+            config,
+            submodules,
+            layer_number,
+            attn_mask_type,
+            "cross",
+            cp_comm_type,
+            pg_collection=pg_collection,
+        )
 
     def build_projections(self, submodules: CrossAttentionSubmodules) -> None:
         """Build the Q and KV projections.  Raises ConfigError with context parallelism."""
@@ -245,76 +429,104 @@ class CrossAttention(AttentionBase):
                 f"--context-parallel-size {num_ranks}: attention to another sequence needs all of "
                 "it; use --context-parallel-size 1"
             )
-        width = self.head_dim = config.kv_channels
-        groups = config.num_query_groups
-        self.local_groups = divide_over_group(groups, self.tp_group, "--num-query-groups")
         hidden, bias = config.hidden_size, config.add_bias_linear
-        self.linear_q = self.projection(submodules.linear_q, hidden, self.value_width, bias=bias)
-        self.linear_kv = self.projection(
-            submodules.linear_kv, hidden, 2 * groups * width, bias=bias
+        self.linear_q = self.projection(
+            submodules.linear_q, hidden, self.query_projection_size, bias=bias
         )
+        self.linear_kv = self.projection(
+            submodules.linear_kv, hidden, 2 * self.kv_projection_size, bias=bias
+        )
+        width = self.hidden_size_per_attention_head
         _note_rows(self.linear_kv, width, width)
 
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        *,
-        key_value_states: Tensor,
+        key_value_states: Tensor | None = None,
         inference_context: KVCache | None = None,
+        **unused: object,
     ) -> WithBias:
         """Attend: [q, b, h] and the other sequence [k, b, h] -> [q, b, h] and the unadded bias.
 
         ``attention_mask``, broadcast to [b, 1, q, k], is True where a key is hidden.
         """
-        query, _ = self.linear_q(hidden_states)
-        query = query.view(*query.shape[:2], -1, self.head_dim)
+        assert key_value_states is not None, "cross attention attends to another sequence"
         if inference_context is not None:
             context = inference_context.attend_to_other(
                 self.layer_number - 1,
-                query,
+                self._queries(hidden_states),
                 partial(self.keys_values, key_value_states),
                 self.core_attention,
                 mask=attention_mask,
             )
             return self.project_back(context)
-        key, value = self.keys_values(key_value_states)
-        return self.attend(query, key, value, attention_mask)
+        qkv = self.get_query_key_value_tensors(hidden_states, key_value_states)
+        return self.attend(*qkv, attention_mask)
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the query [q, b, n/tp, d], and key and value [k, b, g/tp, d] of the other."""
+        return self._queries(hidden_states), *self.keys_values(key_value_states)
+
+    def _queries(self, hidden_states: Tensor) -> Tensor:
+        query, _ = self.linear_q(hidden_states)
+        return query.view(*query.shape[:2], -1, self.hidden_size_per_attention_head)  # type: ignore[no-any-return]
 
     def keys_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Compute keys and values of the other sequence: [k, b, h] -> 2 x [k, b, g/tp, d]."""
         mixed, _ = self.linear_kv(states)
-        key, value = mixed.view(*mixed.shape[:2], self.local_groups, -1).chunk(2, -1)
+        groups = self.num_query_groups_per_partition
+        key, value = mixed.view(*mixed.shape[:2], groups, -1).chunk(2, -1)
         return key, value
 
 
 class SelfAttention(SelfAttentionBase):
     """Self attention with heads sharded over the tensor-parallel group."""
 
+    @library_call("config submodules layer_number attn_mask_type cp_comm_type model_comm_pgs")
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.padding,
+        cp_comm_type: str | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        """See `Attention`."""
+        super().__init__(
+            config,
+            submodules,
+            layer_number,
+            attn_mask_type,
+            "self",
+            cp_comm_type,
+            pg_collection=pg_collection,
+        )
+
     def build_projections(self, submodules: SelfAttentionSubmodules) -> None:
         """Build the QKV projection and the norms of queries and keys."""
         config = self.config
-        self.head_dim: int = config.kv_channels
-        query_width, key_width = self.value_width, config.num_query_groups * self.head_dim
-        self.local_groups = divide_over_group(
-            config.num_query_groups, self.tp_group, "--num-query-groups"
-        )
-        self.heads_per_group = config.num_attention_heads // config.num_query_groups
+        width = self.hidden_size_per_attention_head
         self.has_rope = layer_has_rope(config, self.layer_number - 1)
         self.is_windowed = window_of_layer(config, self.layer_number - 1) is not None
         self.linear_qkv = self.projection(
             submodules.linear_qkv,
             config.hidden_size,
-            query_width + 2 * key_width,
+            self.query_projection_size + 2 * self.kv_projection_size,
             bias=config.add_bias_linear or config.add_qkv_bias,
         )
-        _note_rows(self.linear_qkv, self.heads_per_group * self.head_dim, *[self.head_dim] * 2)
-        self.q_layernorm = self._build_norm(submodules.q_layernorm, query_width)
-        self.k_layernorm = self._build_norm(submodules.k_layernorm, key_width)
+        heads_per_group = config.num_attention_heads // config.num_query_groups
+        _note_rows(self.linear_qkv, heads_per_group * width, width, width)
+        self.q_layernorm = self._build_norm(submodules.q_layernorm, self.query_projection_size)
+        self.k_layernorm = self._build_norm(submodules.k_layernorm, self.kv_projection_size)
 
     def _build_norm(self, spec: Slot | None, width: int) -> Callable[[Tensor], Tensor] | None:
         is_full = self.config.qk_layernorm_full_width
-        if spec is None:
+        if spec is None or spec is IdentityOp:
             if is_full:
                 raise ConfigError(
                     "--qk-layernorm-full-width: the spec of the layer has no such norm; make it by "
@@ -326,32 +538,51 @@ class SelfAttention(SelfAttentionBase):
         norm: Callable[[Tensor], Tensor] = build_norm(
             spec,
             self.config,
-            width if is_full else self.head_dim,
+            width if is_full else self.hidden_size_per_attention_head,
             offered={**self.offered, "has_partial_gradient": is_sharded},
         )
         return norm
 
-    def queries_keys_values(
-        self, hidden_states: Tensor, rotary: RotaryTable | None
+    def table_of_layer(self, rotary: RotaryTable | None) -> RotaryTable | None:
+        """See `SelfAttentionBase`."""
+        if rotary is None or not self.has_rope:
+            return None
+        return rotary.windowed if self.is_windowed and rotary.windowed else rotary
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project: [s, b, h] -> query [s, b, n/tp, d], key and value [s, b, g/tp, d].
 
-        Query and key have their norms and the rotary embedding applied, if configured.
+        Query and key have their norms applied, if configured, and are not rotated yet.  A project
+        may override this method.
         """
+        del key_value_states
+        return self._projected(hidden_states, None)
+
+    def queries_keys_values(
+        self,
+        hidden_states: Tensor,
+        rotary: RotaryTable | None,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute those of `get_query_key_value_tensors`, with the rotary embedding applied."""
+        return self._projected(hidden_states, self.table_of_layer(rotary))
+
+    def _projected(
+        self, hidden_states: Tensor, rotary: RotaryTable | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         mixed, bias = self.linear_qkv(hidden_states)
         assert bias is None, "the projection adds its bias itself"
-        mixed = mixed.view(*mixed.shape[:2], self.local_groups, -1)
-        rotary = rotary if self.has_rope else None
-        if rotary is not None and self.is_windowed:
-            rotary = rotary.windowed or rotary
+        mixed = mixed.view(*mixed.shape[:2], self.num_query_groups_per_partition, -1)
         query, key, value = split_and_rotate(
             mixed,
-            self.head_dim,
+            self.hidden_size_per_attention_head,
             rotary,
             (self.q_layernorm, self.k_layernorm),
             fused=self.config.apply_rope_fusion,
         )
-        if self.config.qk_l2_norm and self.has_rope:
+        if self.config.qk_l2_norm and self.has_rope and self.q_layernorm is None:
             query, key = l2_norm(query), l2_norm(key)
         return query, key, value
 

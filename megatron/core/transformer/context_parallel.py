@@ -468,12 +468,18 @@ def comm_type_of_layer(config: ModelParallelConfig, layer_index: int) -> str:
 
 
 def context_parallel_comm_of(
-    config: ModelParallelConfig, layer_index: int, groups: ProcessGroupCollection | None
+    config: ModelParallelConfig,
+    layer_index: int,
+    groups: ProcessGroupCollection,
+    kind: str | None = None,
 ) -> ContextParallelComm | None:
-    """Return the communication of layer ``layer_index`` (from 0); None if cp has one rank."""
-    if groups is None or groups.cp.size() == 1:
+    """Return the communication of layer ``layer_index`` (from 0); None if cp has one rank.
+
+    ``kind`` is by default the config's.
+    """
+    if groups.cp.size() == 1:
         return None
-    kind, cp = comm_type_of_layer(config, layer_index), groups.cp
+    kind, cp = kind or comm_type_of_layer(config, layer_index), groups.cp
     if kind not in COMM_TYPES:
         raise ConfigError(f"--cp-comm-type {kind} is not one of {', '.join(COMM_TYPES)}")
     heads, ring = cp if kind == "a2a" else None, cp if kind == "p2p" else None

@@ -21,6 +21,7 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.causal_attention import causal_attention
 from megatron.core.fusions.paged_attention import PagedRule
 from megatron.core.packed_seq_params import AttentionMask, PackedBounds, PackedSeqParams
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import new_parameter, param_info_for
 from megatron.core.tensor_parallel.layers import divide_over_group
@@ -69,6 +70,11 @@ class DotProductAttention(MegatronModule):
     sdpa: Callable[..., Tensor] = staticmethod(F.scaled_dot_product_attention)
     takes_narrow_values = True  # than keys; otherwise the caller pads them
 
+    @library_call(
+        "config layer_number attn_mask_type attention_type attention_dropout softmax_scale "
+        "cp_comm_type model_comm_pgs",
+        unused="k_channels v_channels num_splits",
+    )
     def __init__(
         self,
         config: TransformerConfig,
@@ -77,17 +83,23 @@ class DotProductAttention(MegatronModule):
         attention_type: str = "self",
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
         *,
-        pg_collection: ProcessGroupCollection | None = None,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
-        """Create the core.  ``layer_number`` counts from 1.  No groups: no context parallelism."""
+        """Create the core.  ``layer_number`` counts from 1.
+
+        ``cp_comm_type`` overrides the config's.
+        """
         super().__init__(config)
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softcap = config.attn_logit_softcapping
         is_cross = attention_type == "cross"  # a window needs positions in one sequence
         self.window = None if is_cross else window_of_layer(config, layer_number - 1)
-        self.cp_comm = context_parallel_comm_of(config, layer_number - 1, pg_collection)
+        self.cp_comm = context_parallel_comm_of(
+            config, layer_number - 1, pg_collection, cp_comm_type
+        )
         scale = config.softmax_scale if softmax_scale is None else softmax_scale
         self.scale = 1 / math.sqrt(config.kv_channels) if scale is None else scale
         # Scores of deep layers are divided by the depth before the softmax and multiplied inside
@@ -95,11 +107,10 @@ class DotProductAttention(MegatronModule):
         self.depth_scale = layer_number if config.apply_query_key_layer_scaling else 1
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":  # one score for each local head
+            tp_group = pg_collection.tp
             heads = config.num_attention_heads
-            tp_group = None if pg_collection is None else pg_collection.tp
             info = param_info_for((heads,), config.init_method, over=tp_group)
-            if tp_group is not None:
-                heads = divide_over_group(heads, tp_group, "--num-attention-heads")
+            heads = divide_over_group(heads, tp_group, "--num-attention-heads")
             self.softmax_offset = new_parameter((heads,), config.params_dtype, info)
 
     def forward(
@@ -121,6 +132,16 @@ class DotProductAttention(MegatronModule):
         this rank's tokens, masks and biases have columns for the tokens of all ranks, and the call
         is collective over cp, also backward.
         """
+        if query.dim() == 3:  # packed tokens as projects pass them: [t, n, d]
+            return self.forward(
+                query.unsqueeze(1),
+                key.unsqueeze(1),
+                value.unsqueeze(1),
+                attention_mask,
+                attn_mask_type,
+                attention_bias,
+                packed_seq_params,
+            ).squeeze(1)
         is_causal = (attn_mask_type or self.attn_mask_type) in CAUSAL
         hidden = attention_mask if isinstance(attention_mask, Tensor) else None
         # Padding comes after the last sequence: a causal mask hides it already.

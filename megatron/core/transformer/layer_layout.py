@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
 
+from torch.distributed import ProcessGroup
+
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.parse import unquoted
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.pipeline_parallel.plan import placement_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -31,6 +34,56 @@ def layer_range(
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
     placement = placement_of(config.pipeline_schedule, num_ranks, num_chunks)
     return layer_ranges(config, num_ranks)[placement.stage(pp_rank, vp_stage or 0)]
+
+
+def layers_of_stage(
+    config: TransformerConfig,
+    pp_group: ProcessGroup,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> range:
+    """Return the layer indices of a model chunk of this rank, or of ``pp_rank``.
+
+    A config of one pipeline stage describes a part of a model that one rank holds completely, for
+    example a vision encoder.
+    """
+    num_ranks = min(pp_group.size(), config.pipeline_model_parallel_size)
+    rank = pp_group.rank() if pp_rank is None else pp_rank
+    rank = rank if num_ranks > 1 else 0
+    return layer_range(config, pp_rank=rank, num_ranks=num_ranks, vp_stage=vp_stage)
+
+
+def is_last_stage(
+    config: TransformerConfig, pp_group: ProcessGroup, vp_stage: int | None = None
+) -> bool:
+    """Return whether a model chunk of this rank is the last of the pipeline."""
+    num_chunks = config.virtual_pipeline_model_parallel_size or 1
+    placement = placement_of(config.pipeline_schedule, pp_group.size(), num_chunks)
+    return placement.stage(pp_group.rank(), vp_stage or 0) == placement.num_stages - 1
+
+
+@library_call()
+def get_transformer_layer_offset(
+    config: TransformerConfig,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+    *,
+    pp_group: ProcessGroup,
+) -> int:
+    """Return the number of layers before those of a model chunk; see `layers_of_stage`."""
+    return layers_of_stage(config, pp_group, vp_stage, pp_rank).start
+
+
+@library_call()
+def get_num_layers_to_build(
+    config: TransformerConfig,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+    *,
+    pp_group: ProcessGroup,
+) -> int:
+    """Return the number of layers of a model chunk; see `layers_of_stage`."""
+    return len(layers_of_stage(config, pp_group, vp_stage, pp_rank))
 
 
 def stacked_ranges(

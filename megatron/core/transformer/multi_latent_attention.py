@@ -14,35 +14,45 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
-from megatron.core.tensor_parallel.layers import ReplicatedLinear, divide_over_group
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel.default_groups import library_call
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.attention import SelfAttentionBase
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import WithBias
-from megatron.core.transformer.rope import yarn_mscale
-from megatron.core.transformer.spec_utils import Slot, build_norm
-from megatron.core.utils import (
-    deprecate_inference_params as deprecate_inference_params,
-)  # for scripts
+from megatron.core.transformer.rope import RotaryEmbedding, build_rotary, yarn_mscale
+from megatron.core.transformer.spec_utils import Slot, build_module, build_norm
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils import deprecate_inference_params
 
 
 @dataclass
 class MLASelfAttentionSubmodules:
     """Submodules of multi-latent attention.  The norms act on the latent vectors."""
 
-    linear_up: Slot | None = None
+    linear_q_proj: Slot | None = None
+    linear_q_down_proj: Slot | None = None
+    linear_q_up_proj: Slot | None = None
+    linear_kv_down_proj: Slot | None = None
+    linear_kv_up_proj: Slot | None = None
     core_attention: Slot | None = None
     linear_proj: Slot | None = None
     q_layernorm: Slot | None = None
@@ -54,21 +64,20 @@ def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
     return torch.einsum("sbni,noi->sbno", x, weight)
 
 
-class MLASelfAttention(SelfAttentionBase):
-    """Multi-latent self attention."""
-
-    # Of absorbed weights.  Generation may set another one on an instance.
-    multiply_heads: Callable[[Tensor, Tensor], Tensor] = staticmethod(multiply_heads)
+class MultiLatentAttention(SelfAttentionBase):
+    """Base class of multi-latent attention."""
 
     @property
     def query_width(self) -> int:
         """Width of the queries and keys of one head, d + r."""
         return self.config.qk_head_dim + self.config.qk_pos_emb_head_dim
 
+    q_head_dim = query_width  # Megatron Core's name
+
     @property
     def value_width(self) -> int:
-        """Total width of the values of all heads, on all ranks, without padding."""
-        return self.config.num_attention_heads * self.config.v_head_dim
+        """Width of the values of one head, without padding."""
+        return self.config.v_head_dim
 
     @property
     def softmax_scale(self) -> float:
@@ -76,60 +85,142 @@ class MLASelfAttention(SelfAttentionBase):
         mscale = yarn_mscale(self.config.rotary_scaling_factor, self.config.mscale)
         return mscale**2 / math.sqrt(self.query_width)
 
+    @cached_property
+    def rotary_pos_emb(self) -> RotaryEmbedding:
+        """The rotary embedding of a layer to which no model passes one."""
+        default = MLATransformerConfig.original_max_position_embeddings
+        return build_rotary(self.config, default)
+
+    def own_queries_keys_values(
+        self,
+        hidden_states: Tensor,
+        rotary: RotaryTable | None,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute them by the `get_query_key_value_tensors` of a project, which rotates too."""
+        qkv = self.get_query_key_value_tensors(hidden_states, None, None, packed_seq_params)
+        return tuple(x if x.dim() == 4 else x.unsqueeze(1) for x in qkv)
+
+    def project_back(self, context: Tensor) -> WithBias:
+        """Drop the padding of values, if any, and project: [s, b, n/tp (d + r)] -> [s, b, h]."""
+        heads = self.num_attention_heads_per_partition
+        context = context.unflatten(-1, (heads, -1))[..., : self.value_width]
+        return self.linear_proj(context.flatten(-2))
+
+
+class MLASelfAttention(MultiLatentAttention):
+    """Multi-latent self attention."""
+
+    # Of absorbed weights.  Generation may set another one on an instance.
+    multiply_heads: Callable[[Tensor, Tensor], Tensor] = staticmethod(multiply_heads)
+
+    @library_call("config submodules layer_number attn_mask_type cp_comm_type model_comm_pgs")
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.padding,
+        cp_comm_type: str | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        """See `Attention`."""
+        super().__init__(
+            config,
+            submodules,
+            layer_number,
+            attn_mask_type,
+            "self",
+            cp_comm_type,
+            pg_collection=pg_collection,
+        )
+
     def build_projections(self, submodules: MLASelfAttentionSubmodules) -> None:
         """Build the down-projections (replicated), latent norms and up-projections (sharded)."""
         c, heads = self.config, self.config.num_attention_heads
-        self.local_heads = divide_over_group(heads, self.tp_group, "--num-attention-heads")
         self.is_sequence_sharded = c.sequence_parallel and self.tp_group.size() > 1
 
-        def up(input_size: int, width: int) -> Any:
-            return self.projection(submodules.linear_up, input_size, heads * width, bias=False)
+        def up(spec: Slot | None, input_size: int, width: int, name: str) -> Any:
+            return self.projection(spec, input_size, heads * width, bias=False, name=name)
 
-        def down(width: int) -> ReplicatedLinear:
-            return ReplicatedLinear(c.hidden_size, width, config=c, init_method=c.init_method)
+        def down(spec: Slot | None, width: int, name: str) -> Any:
+            return build_module(
+                spec or ReplicatedLinear,
+                c.hidden_size,
+                width,
+                config=c,
+                init_method=c.init_method,
+                bias=False,
+                offered={
+                    **self.offered,
+                    "parallel_mode": "duplicated",
+                    "gather_output": False,
+                    "skip_bias_add": False,
+                    "is_expert": False,
+                    "tp_comm_buffer_name": name,
+                    "skip_weight_param_allocation": False,
+                },
+            )
 
         def norm(spec: Slot | None, width: int) -> Any:
-            return build_norm(spec or nn.Identity, c, width)
+            return build_norm(spec or IdentityOp, c, width)
 
+        s = submodules
         if c.q_lora_rank is None:
-            self.linear_q_proj = up(c.hidden_size, self.query_width)
+            self.linear_q_proj = up(s.linear_q_proj, c.hidden_size, self.query_width, "q_proj")
         else:
-            self.linear_q_down_proj = down(c.q_lora_rank)
-            self.q_layernorm = norm(submodules.q_layernorm, c.q_lora_rank)
-            self.linear_q_up_proj = up(c.q_lora_rank, self.query_width)
-        self.linear_kv_down_proj = down(c.kv_lora_rank + c.qk_pos_emb_head_dim)
-        self.kv_layernorm = norm(submodules.kv_layernorm, c.kv_lora_rank)
-        self.linear_kv_up_proj = up(c.kv_lora_rank, c.qk_head_dim + c.v_head_dim)
-        self.recomputes_up = "mla_up_proj" in c.modules_to_recompute
+            self.linear_q_down_proj = down(s.linear_q_down_proj, c.q_lora_rank, "q_down_proj")
+            self.q_layernorm = norm(s.q_layernorm, c.q_lora_rank)
+            self.linear_q_up_proj = up(
+                s.linear_q_up_proj, c.q_lora_rank, self.query_width, "q_up_proj"
+            )
+        self.linear_kv_down_proj = down(
+            s.linear_kv_down_proj, c.kv_lora_rank + c.qk_pos_emb_head_dim, "kv_down_proj"
+        )
+        self.kv_layernorm = norm(s.kv_layernorm, c.kv_lora_rank)
+        self.linear_kv_up_proj = up(
+            s.linear_kv_up_proj, c.kv_lora_rank, c.qk_head_dim + c.v_head_dim, "kv_up_proj"
+        )
+        self.recompute_up_proj = "mla_up_proj" in c.modules_to_recompute
 
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Any = None,
-        *,
+        key_value_states: Tensor | None = None,
         inference_context: KVCache | None = None,
-        rotary_pos_emb: RotaryTable | None = None,
+        rotary_pos_emb: Any = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
         attention_bias: Any = None,
-        **more: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: object = None,
+        *,
+        inference_params: KVCache | None = None,
     ) -> WithBias:
         """See `SelfAttentionBase.forward`."""
         c = self.config
-        cache = inference_context
+        cache = deprecate_inference_params(inference_context, inference_params)
         if cache is None or not c.cache_mla_latents:
             return super().forward(
                 hidden_states,
                 attention_mask,
-                inference_context=cache,
-                rotary_pos_emb=rotary_pos_emb,
+                key_value_states,
+                cache,
+                rotary_pos_emb,
                 attention_bias=attention_bias,
-                **more,
+                packed_seq_params=packed_seq_params,
             )
         assert rotary_pos_emb is not None, "latent attention has rotary positions"
         narrow, key_position = self._narrow(hidden_states)
+        up = self.linear_kv_up_proj
+        narrow = up.normalized(narrow) if hasattr(up, "normalized") else narrow
         rotated = apply_rotary(key_position.unsqueeze(2), rotary_pos_emb, fused=c.apply_rope_fusion)
         latents = torch.cat([narrow.unsqueeze(2), rotated], -1)  # the keys of all heads
         query, position = self._query(self._narrow_query(hidden_states), rotary_pos_emb)
-        raising = self.linear_kv_up_proj.effective_weight().unflatten(0, (self.local_heads, -1))
+        heads = self.num_attention_heads_per_partition
+        raising = up.effective_weight().unflatten(0, (heads, -1))
         raises_key, raises_value = raising.split([c.qk_head_dim, c.v_head_dim], 1)
         lowered = self.multiply_heads(query, raises_key.transpose(1, 2))
         context = cache.attend(
@@ -141,18 +232,50 @@ class MLASelfAttention(SelfAttentionBase):
             mask=attention_mask,
             bias=attention_bias,
         )
-        context = context.unflatten(-1, (self.local_heads, -1))[..., : c.kv_lora_rank]
+        context = context.unflatten(-1, (heads, -1))[..., : c.kv_lora_rank]
         return self.linear_proj(self.multiply_heads(context, raises_value).flatten(2))
 
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        inference_context: KVCache | None = None,
+        *,
+        inference_params: KVCache | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project and rotate: [s, b, h] -> query and key [s, b, n/tp, d + r], and value.
+
+        A project may override this method.
+        """
+        del key_value_states, position_ids, inference_context, inference_params
+        return self._projected(hidden_states, self._own_table(hidden_states, packed_seq_params))
+
+    def _own_table(self, hidden_states: Tensor, packed: PackedSeqParams | None) -> RotaryTable:
+        """Return the table of this rank's tokens, by the layer's own rotary embedding."""
+        shards = self.tp_group.size() if self.is_sequence_sharded else 1
+        places, total = self.places_of_tokens(len(hidden_states) * shards, packed)
+        return self.rotary_pos_emb.table_at(places, total, self.config.params_dtype)
+
     def queries_keys_values(
-        self, hidden_states: Tensor, rotary: RotaryTable | None
+        self,
+        hidden_states: Tensor,
+        rotary: RotaryTable | None,
+        packed_seq_params: PackedSeqParams | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project: [s, b, h] -> query and key [s, b, n/tp, d + r], and value.
 
         The core takes values of their own width in training.  Otherwise they are padded with zeros
         to the width of keys, which caches and some attention kernels require.
         """
-        assert rotary is not None, "latent attention has rotary positions"
+        if rotary is None:
+            rotary = self._own_table(hidden_states, packed_seq_params)
+        return self._projected(hidden_states, rotary)
+
+    def _projected(
+        self, hidden_states: Tensor, rotary: RotaryTable
+    ) -> tuple[Tensor, Tensor, Tensor]:
         narrow_query = self._narrow_query(hidden_states)
         narrow, key_position = self._narrow(hidden_states)
         # All heads share it and each rank has some of them, so gradients are summed over tp.
@@ -162,30 +285,45 @@ class MLASelfAttention(SelfAttentionBase):
             key_position = copy_to_tensor_model_parallel_region(key_position, self.tp_group)
 
         raised = partial(self._raised, rotary)
-        if self.recomputes_up and self.training:
+        if self.recompute_up_proj and self.training:
             return checkpoint(raised, False, narrow_query, narrow, key_position)
         return raised(narrow_query, narrow, key_position)
 
+    def _down(self, linear: Callable[..., WithBias], hidden_states: Tensor, width: int) -> Tensor:
+        """Return the latents of a down-projection: [s, b, h] -> [s, b, ``width``].
+
+        With sequence parallelism s/tp on both sides.  A layer that shards its outputs gathers the
+        sequence and computes a part of the latents: this part is gathered.
+        """
+        narrow, _ = linear(hidden_states)
+        if narrow.shape[-1] != width:
+            narrow = gather_from_tensor_model_parallel_region(narrow, self.tp_group)
+            if self.is_sequence_sharded:
+                narrow = scatter_to_sequence_parallel_region(narrow, self.tp_group)
+        return narrow
+
     def _narrow_query(self, hidden_states: Tensor) -> Tensor:
-        if self.config.q_lora_rank is None:
+        rank = self.config.q_lora_rank
+        if rank is None:
             return hidden_states
-        narrow: Tensor = self.q_layernorm(self.linear_q_down_proj(hidden_states))
+        narrow: Tensor = self.q_layernorm(self._down(self.linear_q_down_proj, hidden_states, rank))
         return narrow
 
     def _narrow(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalized latents of keys and values [.., l], and the key channels to rotate.
 
-        The latter [.., r] are shared by all heads.
+        The latter [.., r] are shared by all heads.  A norm in the up-projection is not applied.
         """
-        c, narrow = self.config, self.linear_kv_down_proj(hidden_states)
-        narrow, key_position = narrow.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], -1)
+        widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
+        narrow = self._down(self.linear_kv_down_proj, hidden_states, sum(widths))
+        narrow, key_position = narrow.split(widths, -1)
         return self.kv_layernorm(narrow), key_position
 
     def _query(self, narrow_query: Tensor, rotary: RotaryTable) -> tuple[Tensor, Tensor]:
         """Return the queries [s, b, n/tp, d] and their rotated channels [s, b, n/tp, r]."""
         c = self.config
         linear_q = self.linear_q_proj if c.q_lora_rank is None else self.linear_q_up_proj
-        query = linear_q(narrow_query)[0].unflatten(-1, (self.local_heads, -1))
+        query = linear_q(narrow_query)[0].unflatten(-1, (-1, self.query_width))
         query, position = query.split([c.qk_head_dim, c.qk_pos_emb_head_dim], -1)
         return query, apply_rotary(position, rotary, fused=self.config.apply_rope_fusion)
 
@@ -194,19 +332,15 @@ class MLASelfAttention(SelfAttentionBase):
     ) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config
         query = torch.cat(self._query(narrow_query, rotary), -1)
-        key_value = self.linear_kv_up_proj(narrow)[0].unflatten(-1, (self.local_heads, -1))
+        heads = self.num_attention_heads_per_partition
+        key_value = self.linear_kv_up_proj(narrow)[0].unflatten(-1, (heads, -1))
         key, value = key_value.split([c.qk_head_dim, c.v_head_dim], -1)
         key_position = apply_rotary(
             key_position.unsqueeze(2), rotary, fused=self.config.apply_rope_fusion
         )
-        key = torch.cat([key, key_position.expand(-1, -1, self.local_heads, -1)], -1)
+        key = torch.cat([key, key_position.expand(-1, -1, heads, -1)], -1)
         takes_narrow = getattr(self.core_attention, "takes_narrow_values", False)
         # A recomputed core keeps its inputs: a view would keep keys and values twice.
-        if not self.training or self.recomputes_core or not takes_narrow:
+        if not self.training or self.checkpoint_core_attention or not takes_narrow:
             value = F.pad(value, (0, self.query_width - c.v_head_dim))
         return query, key, value
-
-    def project_back(self, context: Tensor) -> WithBias:
-        """Drop the padding of values, if any, and project: [s, b, n/tp (d + r)] -> [s, b, h]."""
-        context = context.unflatten(-1, (self.local_heads, -1))[..., : self.config.v_head_dim]
-        return self.linear_proj(context.flatten(-2))

@@ -21,28 +21,35 @@ With LayerNorm each norm has a ``.bias`` too.  The embedding and the output laye
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.aux_loss import AuxLosses, aux_losses_of
-from megatron.core.packed_seq_params import AttentionMask
+from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import (
     held_tokens,
     order_of_gathered,
+    row_lengths,
     sequence_ends,
 )
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ReplicatedLinear
-from megatron.core.tensor_parallel.mappings import all_gather_first_dim
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_first_dim,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.low_precision import quantize_layer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import Norm
-from megatron.core.transformer.spec_utils import Slot, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module, build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -86,50 +93,122 @@ def tokens_ahead(
     return result
 
 
+def roll_tensor(
+    tensor: Tensor,
+    shifts: int = -1,
+    dims: int = -1,
+    cp_group: ProcessGroup | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Shift this rank's tokens along ``dims`` by -``shifts`` to the start; also return their sum.
+
+    Where a sequence has ended there are zeros.  Collective over ``cp_group``.
+    """
+    size, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
+    table = tensor.movedim(dims, 0)
+    packed = None if packed_seq_params is None else packed_seq_params.lengths
+    lengths = row_lengths(packed, len(table) * size)
+    if cp_group is not None and size > 1:
+        order, _ = order_of_gathered(lengths, tuple(range(size)), size, tensor.device)
+        table = all_gather_first_dim(table.contiguous(), cp_group)[order]
+    ends = sequence_ends(lengths, tensor.device)
+    is_over = torch.arange(len(table), device=tensor.device) - shifts >= ends
+    rolled = table.roll(shifts, 0).masked_fill(is_over.view(-1, *[1] * (table.dim() - 1)), 0)
+    rolled = rolled[held_tokens(lengths, rank, size, tensor.device)].movedim(0, dims).contiguous()
+    return rolled, rolled.sum()
+
+
+@dataclass
+class MultiTokenPredictionLayerSubmodules:
+    """Submodules of the layer of one depth."""
+
+    enorm: Slot | None = None
+    hnorm: Slot | None = None
+    eh_proj: Slot | None = None
+    transformer_layer: Slot | None = None
+    layer_norm: Slot | None = None
+
+
+@dataclass
+class MultiTokenPredictionBlockSubmodules:
+    """Specs of the layers of all depths."""
+
+    layer_specs: Sequence[Slot] | None = None
+
+
 class MultiTokenPredictionLayer(MegatronModule):
     """The layer of one MTP depth: norms, projection, transformer layer, final norm."""
 
+    @library_call("config submodules layer_number vp_stage model_comm_pgs")
     def __init__(
         self,
         config: TransformerConfig,
-        layer_spec: Slot,
+        submodules: MultiTokenPredictionLayerSubmodules,
+        layer_number: int = 1,
+        vp_stage: int | None = None,
+        *,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        """Build the layer.  ``layer_spec`` is the spec of the decoder's last layer."""
+        """Build the layer of depth ``layer_number``, from 1."""
         super().__init__(config)
-        self.tp_group = pg_collection.tp
-        hidden, eps = config.hidden_size, config.layernorm_epsilon
-        self.enorm = Norm(config, hidden, eps)
-        self.hnorm = Norm(config, hidden, eps)
-        self.eh_proj = ReplicatedLinear(
-            2 * hidden, hidden, config=config, init_method=config.init_method
+        self.submodules, self.layer_number, self.vp_stage = submodules, layer_number, vp_stage
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        self.sequence_parallel = config.sequence_parallel
+        hidden = config.hidden_size
+        groups = {"pg_collection": pg_collection, "tp_group": pg_collection.tp}
+        self.enorm = build_norm(submodules.enorm or Norm, config, hidden)
+        self.hnorm = build_norm(submodules.hnorm or Norm, config, hidden)
+        self.eh_proj = build_module(
+            submodules.eh_proj,
+            2 * hidden,
+            hidden,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            offered={**groups, "gather_output": False, "skip_bias_add": False, "is_expert": False},
         )
         self.transformer_layer = build_module(
-            layer_spec,
+            submodules.transformer_layer,
             config=config,
             layer_number=config.num_layers,
-            offered={"pg_collection": pg_collection, "tp_group": pg_collection.tp},
+            offered={**groups, "pp_layer_offset": 0},
         )
-        layer = self.transformer_layer
         last = config.num_layers - 1
-        quantize_layer(layer, config, last, pg_collection=pg_collection)
-        self.final_layernorm = Norm(config, hidden, eps)
+        quantize_layer(self.transformer_layer, config, last, pg_collection=pg_collection)
+        self.final_layernorm = build_norm(submodules.layer_norm or Norm, config, hidden)
 
     def forward(
         self,
-        hidden: Tensor,
-        embedded: Tensor,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        hidden_states: Tensor,
         attention_mask: AttentionMask | None,
-        **shared: object,
-    ) -> Tensor:
-        """Compute the hidden states of this depth: 2 x [s, b, h] -> [s, b, h].
+        *,
+        embedding: Callable[..., Tensor] | None = None,
+        embedded: Tensor | None = None,
+        **shared: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Compute the hidden states of this depth: [s, b, h] -> [s, b, h], and ids and positions.
 
-        ``hidden``: hidden states of the previous depth.  ``embedded``: embeddings of the tokens k
-        positions ahead.  ``shared``: keyword arguments of the transformer layer.
+        ``hidden_states``: those of the previous depth.  ``embedded``: embeddings of the tokens k
+        positions ahead; if they are not given, ``embedding`` computes them from ids and positions
+        of the previous depth.  ``shared``: keyword arguments of the transformer layer.
         """
+        if embedded is None:
+            assert input_ids is not None, "neither embeddings nor ids"
+            assert position_ids is not None, "ids have positions"
+            assert embedding is not None, "neither embeddings nor what computes them"
+            input_ids, position_ids, embedded, hidden_states = self._get_embeddings(
+                input_ids, position_ids, embedding, hidden_states, shared.get("packed_seq_params")
+            )
 
         def compute(hidden: Tensor, embedded: Tensor) -> Tensor:
-            projected = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
+            both = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
+            projected, _ = self.eh_proj(both)
+            if projected.shape[-1] != hidden.shape[-1]:  # a layer that shards its outputs
+                projected = gather_from_tensor_model_parallel_region(projected, self.tp_group)
+                if self.sequence_parallel:
+                    projected = scatter_to_sequence_parallel_region(projected, self.tp_group)
             if self.config.fp32_residual_connection:
                 projected = projected.float()
             out, _ = self.transformer_layer(projected, attention_mask, **shared)
@@ -139,29 +218,85 @@ class MultiTokenPredictionLayer(MegatronModule):
         c = self.config
         recomputes = c.recompute_granularity == "full" and c.recompute_method != "block"
         run = partial(checkpoint, compute, False) if recomputes else compute
-        return run(hidden, embedded)
+        return run(hidden_states, embedded), input_ids, position_ids
+
+    def _get_embeddings(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        embedding: Callable[..., Tensor],
+        hidden_states: Tensor,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return ids and positions one token ahead, their embeddings, and the hidden states."""
+        input_ids, position_ids = (
+            roll_tensor(ids, -1, -1, self.cp_group, packed_seq_params)[0]
+            for ids in (input_ids, position_ids)
+        )
+        embedded = embedding(input_ids=input_ids, position_ids=position_ids)
+        return input_ids, position_ids, embedded, hidden_states
 
 
-class MultiTokenPrediction(MegatronModule):
+class MultiTokenPredictionBlock(MegatronModule):
     """The layers of all MTP depths, and their losses."""
 
+    @library_call("config spec vp_stage model_comm_pgs")
     def __init__(
         self,
         config: TransformerConfig,
-        layer_spec: Slot,
+        spec: MultiTokenPredictionBlockSubmodules | ModuleSpec,
+        vp_stage: int | None = None,
         *,
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config)
-        self.num_depths = config.mtp_num_layers or 0
+        submodules = spec.submodules if isinstance(spec, ModuleSpec) else spec
+        specs = submodules.layer_specs or ()
+        assert specs, "a block of multi-token prediction has at least one layer"
+        self.submodules, self.vp_stage, self.cp_group = submodules, vp_stage, pg_collection.cp
+        self.num_depths = len(specs)
         self.layers = nn.ModuleList(
-            MultiTokenPredictionLayer(config, layer_spec, pg_collection)
-            for _ in range(self.num_depths)
+            build_module(
+                each,
+                config=config,
+                layer_number=depth,
+                offered={"pg_collection": pg_collection, "vp_stage": vp_stage},
+            )
+            for depth, each in enumerate(specs, start=1)
         )
         for depth, layer in enumerate(self.layers):
             for losses in aux_losses_of([layer]):
                 losses.layer_index = config.num_layers + depth
         self.aux_losses = AuxLosses(config.num_layers)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        attention_mask: AttentionMask | None,
+        *,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        embedding: Callable[..., Tensor],
+        **shared: Any,
+    ) -> Tensor:
+        """Return the hidden states of all depths, the decoder's first: [s, b, h] -> [n s, b, h].
+
+        For models of projects: `GPTModel` runs the layers itself.
+        """
+        states = [hidden_states]
+        shared |= extra_block_kwargs or {}
+        for layer in self.layers:
+            state, input_ids, position_ids = layer(
+                input_ids,
+                position_ids,
+                states[-1],
+                attention_mask,
+                embedding=embedding,
+                **shared,
+            )
+            states.append(state)
+        return torch.cat(states)
 
     def attach(self, hidden: Tensor, depth: int, losses: Tensor, ahead: ShiftedTargets) -> Tensor:
         """Return ``hidden`` with the token ``losses`` [b, s/cp] of ``depth`` (from 0) attached.

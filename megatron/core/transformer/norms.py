@@ -10,6 +10,7 @@ A GPU computes a residual addition and the next norm in one kernel, so a sublaye
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -70,6 +71,21 @@ def summed(stream: Stream) -> Tensor:
     return stream.total() if isinstance(stream, PendingSum) else stream
 
 
+def normalize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    rows: Callable[..., Tensor] = norm_rows,
+) -> Tensor:
+    """Normalize [..., h] by ``rows``; the result has the dtype of ``weight``."""
+    dtype = weight.dtype
+    if x.dtype != dtype:  # a float32 residual stream
+        weight = weight.to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
+    return rows(x, weight, bias, eps).to(dtype)
+
+
 class Norm(nn.Module):
     """LayerNorm or RMSNorm, according to ``config.normalization``.
 
@@ -104,17 +120,11 @@ class Norm(nn.Module):
 
     def forward(self, x: Stream) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize: [..., h] -> [..., h].  Of a `PendingSum`, return the sum and its norm."""
-        weight = self.effective_weight()
-        bias: Tensor | None = self.bias
-        dtype = weight.dtype
         if isinstance(x, PendingSum):
             if self.norm_rows is norm_rows:
-                return x.normed(weight, bias, self.eps)
+                return x.normed(self.effective_weight(), self.bias, self.eps)
             return norm_hidden(self, x.total())
-        if x.dtype != dtype:  # a float32 residual stream
-            weight = weight.to(x.dtype)
-            bias = None if bias is None else bias.to(x.dtype)
-        return self.norm_rows(x, weight, bias, self.eps).to(dtype)
+        return normalize(x, self.effective_weight(), self.bias, self.eps, self.norm_rows)
 
     def effective_weight(self) -> Tensor:
         """Return the factor of normalized rows: [h]."""

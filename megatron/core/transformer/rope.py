@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
+from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.rope import RotaryTable
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import held_tokens
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import get_installed
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,3 +357,59 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
         parts = self._of_channels(self.angles(position_ids, 0)).split([*sections, *sections], -1)
         chosen = torch.cat([part[i % 3] for i, part in enumerate(parts)], -1)
         return chosen.transpose(0, 1).unsqueeze(2)
+
+
+def build_rotary(
+    config: TransformerConfig, max_sequence_length: int, **of_rotary: Any
+) -> RotaryEmbedding:
+    """Build the rotary embedding of --position-embedding-type rope from ``of_rotary``."""
+    is_latent = config.multi_latent_attention
+    scaling: RopeScaling | None = None
+    if isinstance(config, MLATransformerConfig):
+        of_rotary |= {"rotary_base": config.rotary_base, "rotary_percent": config.rotary_percent}
+    if config.rope_type == "yarn" or (is_latent and config.rope_type is None):
+        scaling = _yarn(config, max_sequence_length)
+    elif not is_latent:
+        scaling = _longrope(config, max_sequence_length)
+    return RotaryEmbedding(
+        config.qk_pos_emb_head_dim if is_latent else config.kv_channels,
+        rotary_interleaved=config.rotary_interleaved or is_latent,
+        scaling=scaling,
+        window_base=config.window_rotary_base,
+        **of_rotary,
+    )
+
+
+def _yarn(c: TransformerConfig, max_sequence_length: int) -> RopeScaling:
+    """Return YaRN scaling: the default with latent attention, otherwise with --rope-type yarn."""
+    factor = c.rotary_scaling_factor
+    ratio = yarn_mscale(factor, c.mscale) / yarn_mscale(factor, c.mscale_all_dim)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_max_positions=c.yarn_original_max_position_embeddings or max_sequence_length,
+        beta_fast=32.0 if c.yarn_beta_fast is None else c.yarn_beta_fast,
+        beta_slow=1.0 if c.yarn_beta_slow is None else c.yarn_beta_slow,
+        round_correction_range=c.yarn_correction_range_round_to_int,
+        attention_factor=ratio,
+    )
+
+
+def _longrope(config: TransformerConfig, max_sequence_length: int) -> RopeScaling | None:
+    """Return LongRoPE scaling if the config has its factors, else None."""
+    short, long = config.longrope_short_factor, config.longrope_long_factor
+    original = config.longrope_original_max_position_embeddings
+    if short is None and long is None:
+        return None
+    if short is None or long is None or original is None:
+        raise ConfigError(
+            "LongRoPE needs --longrope-short-factor, --longrope-long-factor and "
+            "--longrope-original-max-position-embeddings together"
+        )
+    return RopeScaling(
+        kind="longrope",
+        factor=max_sequence_length / original,
+        original_max_positions=original,
+        short_factors=short,
+        long_factors=long,
+    )

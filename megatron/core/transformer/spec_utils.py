@@ -102,6 +102,8 @@ def build_module(
     if offered:
         names = _arguments_of(module)
         kwargs |= {k: v for k, v in offered.items() if k in names and k not in kwargs}
+        if "model_comm_pgs" in names and "pg_collection" not in names:  # a project's class
+            kwargs.setdefault("model_comm_pgs", offered.get("pg_collection"))
     try:
         return module(*args, **kwargs)
     except TypeError as error:

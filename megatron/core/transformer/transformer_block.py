@@ -6,7 +6,8 @@ Hidden states are [s, b, h], or [s/tp, b, h] under sequence parallelism.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -18,18 +19,21 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, replace_prefix_for_sharding
 from megatron.core.dist_checkpointing.module_state import sharded_state_dict_default
-from megatron.core.packed_seq_params import AttentionMask
+from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_offload import ActivationOffload
 from megatron.core.transformer.cuda_graphs import LayerGraphs
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
-from megatron.core.transformer.layer_layout import layer_range
+from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.layer_layout import layers_of_stage
 from megatron.core.transformer.low_precision import quantize_layer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import Norm, Stream, norm_hidden, summed
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module, build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import deprecate_inference_params
 
 
 @dataclass
@@ -62,6 +66,11 @@ def block_submodules(
 class TransformerBlock(MegatronModule):
     """The layers of one pipeline stage; on the last stage followed by the final norm."""
 
+    # Megatron Core's offloading of activations; here `ActivationOffload` runs the layers.
+    offload_context = nullcontext()
+    group_prefetch_offload_commit_async: Callable[[Tensor], Tensor] | None = None
+
+    @library_call("config spec post_layer_norm pre_process post_process model_comm_pgs vp_stage")
     def __init__(
         self,
         config: TransformerConfig,
@@ -80,15 +89,14 @@ class TransformerBlock(MegatronModule):
         """
         super().__init__(config)
         self.pre_process, self.post_process = pre_process, post_process
+        self.post_layer_norm, self.vp_stage = post_layer_norm, vp_stage
+        self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
         self.input_tensor: Tensor | None = None
         submodules = block_submodules(config, spec)
         specs = submodules.layer_specs or []
-        pp_group = pg_collection.pp
         if layer_indices is None:
-            layer_indices = layer_range(
-                config, pp_rank=pp_group.rank(), num_ranks=pp_group.size(), vp_stage=vp_stage
-            )
+            layer_indices = layers_of_stage(config, pg_collection.pp, vp_stage)
         self.layer_range = layer_indices
         if len(specs) == config.num_layers:
             specs = [specs[i] for i in layer_indices]
@@ -97,20 +105,15 @@ class TransformerBlock(MegatronModule):
                 f"the spec describes {len(specs)} layers, --num-layers is {config.num_layers} "
                 f"and this stage has {len(layer_indices)}"
             )
-        offered = {"pg_collection": pg_collection, "tp_group": pg_collection.tp}
-        self.layers = nn.ModuleList()
-        for i, layer_spec in zip(layer_indices, specs, strict=True):
-            layer = build_module(layer_spec, config=config, layer_number=i + 1, offered=offered)
-            quantize_layer(layer, config, i, pg_collection=pg_collection)
-            self.layers.append(layer)
+        self.submodules = TransformerBlockSubmodules(specs, submodules.layer_norm)
+        self.final_layernorm: nn.Module | None = None
+        self._build_layers()
+        self.num_layers_per_pipeline_rank = len(self.layers)
         self.graphs: LayerGraphs | None = None
         if config.captures_layers and device.records_graphs():
             whole, num_steps = config.cuda_graph_scope == "full", config.cuda_graph_warmup_steps
             self.graphs = LayerGraphs(self.layers, num_steps, whole=whole)
         self.offload = _offload_of(config)
-        self.final_layernorm: nn.Module | None = None
-        if post_process and post_layer_norm and submodules.layer_norm is not None:
-            self.final_layernorm = build_norm(submodules.layer_norm, config, config.hidden_size)
 
         takers = [
             "defers_sum" in inspect.signature(type(layer).forward).parameters
@@ -151,6 +154,34 @@ class TransformerBlock(MegatronModule):
         """Whether the config mixes no kinds of layers."""
         return self.config.moe_layer_freq == 1 and layer_shapes(self.config) is None
 
+    def _build_layers(self) -> None:
+        """Build the layers of ``submodules``, and the final norm.  A project may override it."""
+        config, groups = self.config, self.pg_collection
+        start = self.layer_range.start
+        offered = {
+            "pg_collection": groups,
+            "tp_group": groups.tp,
+            "vp_stage": self.vp_stage,
+            "pp_layer_offset": start,
+        }
+        self.layers = nn.ModuleList()
+        for i, spec in enumerate(self.submodules.layer_specs or []):
+            layer = build_module(spec, config=config, layer_number=i + 1, offered=offered)
+            quantize_layer(layer, config, start + i, pg_collection=groups)
+            self.layers.append(layer)
+        norm = self.submodules.layer_norm
+        if self.post_process and self.post_layer_norm and norm is not None:
+            self.final_layernorm = build_norm(norm, config, config.hidden_size)
+
+    def _get_layer(self, layer_number: int) -> nn.Module:
+        """Return the layer of this index in the stage, for projects."""
+        return self.layers[layer_number]
+
+    @property
+    def model_comm_pgs(self) -> ProcessGroupCollection:
+        """The process groups, by Megatron Core's name for them."""
+        return self.pg_collection
+
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Set the previous stage's output; `forward` uses it in place of ``hidden_states``."""
         if isinstance(input_tensor, list):
@@ -163,18 +194,36 @@ class TransformerBlock(MegatronModule):
         attention_mask: AttentionMask | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
+        rotary_pos_emb: Any = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        attention_bias: Any = None,
+        inference_context: KVCache | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: object = None,
+        *,
+        inference_params: KVCache | None = None,
         **more: object,
     ) -> Tensor:
         """Run the layers: [s, b, h] -> [s, b, h].
 
         ``context`` [k, b, h]: the sequence that cross attention attends to.  ``more``: further
-        keyword arguments of self attention (`SelfAttentionBase.forward`).
+        keyword arguments of self attention (`SelfAttentionBase.forward`).  ``rotary_pos_cos``,
+        ``rotary_pos_sin`` and ``sequence_len_offset`` are not read.
         """
+        del rotary_pos_cos, rotary_pos_sin, sequence_len_offset
         if not self.pre_process:
             # Keep no reference, so that backward can free the tensor.
             hidden_states, self.input_tensor = self.input_tensor, None
         assert hidden_states is not None, "a later stage needs set_input_tensor"
-        shared: dict[str, object] = {"attention_mask": attention_mask, **more}
+        shared: dict[str, object] = {
+            "attention_mask": attention_mask,
+            "inference_context": deprecate_inference_params(inference_context, inference_params),
+            "rotary_pos_emb": rotary_pos_emb,
+            "attention_bias": attention_bias,
+            "packed_seq_params": packed_seq_params,
+            **more,
+        }
         if context is not None:
             shared |= {"context": context, "context_mask": context_mask}
         stream: Stream = hidden_states

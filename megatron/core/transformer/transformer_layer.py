@@ -5,19 +5,24 @@ Hidden states are [s, b, h]; with sequence parallelism they are [s/tp, b, h] bet
 
 from __future__ import annotations
 
+import inspect
+from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, apply_prefix_mapping
 from megatron.core.dist_checkpointing.megatron_formats.names import with_fused_norms
 from megatron.core.fusions.fused_bias_dropout import BiasDropoutAdd, get_bias_dropout_add
 from megatron.core.fusions.rms_norm import adds_in_norm
-from megatron.core.packed_seq_params import AttentionMask
+from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import (
     CheckpointWithoutOutput,
@@ -26,11 +31,13 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.layer_layout import layers_of_stage
 from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.norms import PendingSum, Stream, norm_hidden, summed
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module, build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import deprecate_inference_params
 
 GetBiasDropoutAdd = Callable[[bool, bool], BiasDropoutAdd]  # arguments: training, fused
 LayerRun = Callable[..., Tensor]  # (hidden states, keyword inputs that all layers share)
@@ -57,7 +64,11 @@ class TransformerLayerSubmodules:
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
 
 
-class ResidualLayer(MegatronModule):
+class BaseTransformerLayer(ABC):  # noqa: B024
+    """Marks classes whose spec, given to a `TransformerBlock`, describes each of its layers."""
+
+
+class ResidualLayer(MegatronModule, BaseTransformerLayer):
     """Base class of layers whose sublayers, with their norms, add to the residual stream."""
 
     def __init__(
@@ -75,6 +86,7 @@ class ResidualLayer(MegatronModule):
         """
         super().__init__(config)
         self.keys_map = keys_map or {}
+        self.pg_collection = pg_collection
         self.layer_number = layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
         self.is_sequence_sharded = config.sequence_parallel and pg_collection.tp.size() > 1
@@ -106,6 +118,11 @@ class ResidualLayer(MegatronModule):
         for entry in entries.values():
             entry.key = with_fused_norms(entry.key, **kind)
         return entries
+
+    @property
+    def model_comm_pgs(self) -> ProcessGroupCollection:
+        """The process groups, by Megatron Core's name for them."""
+        return self.pg_collection
 
     def capture_parts(self, *, whole: bool) -> tuple[LayerRun | None, LayerRun | None]:
         """Return (captured, eager): the part of the layer for a CUDA graph, and the rest after it.
@@ -164,6 +181,10 @@ class ResidualLayer(MegatronModule):
 class TransformerLayer(ResidualLayer):
     """Layer of self attention, optional cross attention, and MLP or MoE."""
 
+    # For classes of projects that add to the residual stream themselves.
+    bias_dropout_add_exec_handler = torch.enable_grad
+
+    @library_call("config submodules layer_number hidden_dropout model_comm_pgs vp_stage")
     def __init__(
         self,
         config: TransformerConfig,
@@ -172,22 +193,33 @@ class TransformerLayer(ResidualLayer):
         hidden_dropout: float | None = None,
         *,
         pg_collection: ProcessGroupCollection,
+        vp_stage: int | None = None,
+        pp_layer_offset: int | None = None,
     ) -> None:
-        """Build the submodules.  ``layer_number`` counts from 1 over the complete model."""
+        """Build the submodules.  ``layer_number`` counts from 1 over the layers of the stage.
+
+        ``pp_layer_offset``: number of layers before the stage, by default that of ``vp_stage``.
+        The attribute ``layer_number`` counts over the complete model.
+        """
+        if pp_layer_offset is None:
+            pp_layer_offset = layers_of_stage(config, pg_collection.pp, vp_stage).start
         super().__init__(
             config,
-            layer_number,
+            layer_number + pp_layer_offset,
             hidden_dropout,
             pg_collection=pg_collection,
             keys_map=submodules.sharded_state_dict_keys_map,
         )
         _check_norms(config, submodules)
+        self.submodules_config = submodules
         norm = self.build_norm
         more: dict[str, Any] = {"config": config, "offered": self.offered}
         self.input_layernorm = norm(submodules.input_layernorm)
         self.self_attention = build_module(submodules.self_attention, **more)
         self.self_attn_bda = build_module(submodules.self_attn_bda)
-        self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
+        # Slots that a project's own submodules may lack.
+        after = getattr(submodules, "post_self_attn_layernorm", IdentityOp)
+        self.post_self_attn_layernorm = norm(after)
         self.pre_cross_attn_layernorm = norm(submodules.pre_cross_attn_layernorm)
         self.cross_attention = build_module(submodules.cross_attention, **more)
         self.cross_attn_bda = build_module(submodules.cross_attn_bda)
@@ -195,9 +227,13 @@ class TransformerLayer(ResidualLayer):
         self.pre_mlp_layernorm = norm(submodules.pre_mlp_layernorm)
         self.mlp = build_module(submodules.mlp, **more)
         self.mlp_bda = build_module(submodules.mlp_bda)
-        self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)
+        self.post_mlp_layernorm = norm(getattr(submodules, "post_mlp_layernorm", IdentityOp))
         whole_mlp = "moe" if isinstance(self.mlp, MoELayer) else "mlp"
-        self.recomputes_mlp = whole_mlp in config.modules_to_recompute
+        self.recompute_mlp = whole_mlp in config.modules_to_recompute
+        self.recompute_input_layernorm, self.recompute_pre_mlp_layernorm = (
+            self.recomputes_norms and not isinstance(each, IdentityOp)
+            for each in (self.input_layernorm, self.pre_mlp_layernorm)
+        )
 
     def forward(
         self,
@@ -205,7 +241,15 @@ class TransformerLayer(ResidualLayer):
         attention_mask: AttentionMask | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
+        rotary_pos_emb: Any = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        attention_bias: Any = None,
+        inference_context: KVCache | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: object = None,
         *,
+        inference_params: KVCache | None = None,
         defers_sum: bool = False,
         padding_mask: Tensor | None = None,
         **more: Any,
@@ -215,11 +259,67 @@ class TransformerLayer(ResidualLayer):
         ``context`` [k, b, h]: the sequence that cross attention attends to.  ``padding_mask``
         [b, s]: True for this rank's tokens that no expert computes.  ``more``: further keyword
         arguments of self attention (`SelfAttentionBase.forward`).  With ``defers_sum`` the caller
-        takes a `PendingSum` too.
+        takes a `PendingSum` too.  ``rotary_pos_cos``, ``rotary_pos_sin`` and
+        ``sequence_len_offset`` are not read.
         """
-        attended = self.add_attention(hidden_states, attention_mask, context, context_mask, **more)
+        del rotary_pos_cos, rotary_pos_sin, sequence_len_offset
+        attended = self.add_attention(
+            hidden_states,
+            attention_mask,
+            context,
+            context_mask,
+            inference_context=deprecate_inference_params(inference_context, inference_params),
+            rotary_pos_emb=rotary_pos_emb,
+            attention_bias=attention_bias,
+            packed_seq_params=packed_seq_params,
+            **more,
+        )
         output = self.add_mlp(attended, padding_mask)
         return output if defers_sum else summed(output), context
+
+    def _forward_attention(
+        self,
+        hidden_states: Tensor,
+        attention_mask: AttentionMask | None = None,
+        context: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the part of `forward` before the MLP, with its arguments, for projects."""
+        names = list(inspect.signature(TransformerLayer.forward).parameters)[4:]
+        kwargs |= dict(zip(names, args, strict=False)) | {"context": context}
+        for name in ("rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset", "padding_mask"):
+            kwargs.pop(name, None)
+        cache = kwargs.pop("inference_params", None)
+        kwargs["inference_context"] = kwargs.get("inference_context") or cache
+        return summed(self.add_attention(hidden_states, attention_mask, **kwargs)), context
+
+    def _forward_mlp(
+        self,
+        hidden_states: Tensor,
+        inference_context: KVCache | None = None,
+        padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Run the part of `forward` after `_forward_attention`, for projects."""
+        del inference_context
+        return summed(self.add_mlp(hidden_states, padding_mask))
+
+    def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Tensor]:
+        """Return inputs of the shapes of a micro-batch, to capture the layer in a CUDA graph."""
+        c = self.config
+        length = seq_length // c.context_parallel_size
+        rows = length // c.tensor_model_parallel_size if c.sequence_parallel else length
+        where = device.current()
+        mask = torch.ones(length, seq_length, dtype=torch.bool, device=where).triu(1)
+        return {
+            "hidden_states": torch.ones(
+                (rows, micro_batch_size, c.hidden_size),
+                dtype=torch.bfloat16,
+                device=where,
+                requires_grad=True,
+            ),
+            "attention_mask": mask.repeat(micro_batch_size, 1, 1, 1),
+        }
 
     def add_attention(
         self,
@@ -257,7 +357,7 @@ class TransformerLayer(ResidualLayer):
         """Run the MLP or MoE, the last sublayer of `forward`."""
         norms = self.pre_mlp_layernorm, self.post_mlp_layernorm
         mlp = self.mlp
-        run = partial(checkpoint, mlp, False) if self.recomputes_mlp and self.training else mlp
+        run = partial(checkpoint, mlp, False) if self.recompute_mlp and self.training else mlp
         masks = () if padding_mask is None or not isinstance(mlp, MoELayer) else (padding_mask,)
         return self.add_part(lambda x: run(x, *masks), hidden_states, norms, self.mlp_bda)
 
@@ -283,7 +383,7 @@ def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodul
     if placement == "pre" or not isinstance(submodules.self_attention, ModuleSpec):
         return
     has_before = submodules.input_layernorm is not IdentityOp
-    has_after = submodules.post_self_attn_layernorm is not IdentityOp
+    has_after = getattr(submodules, "post_self_attn_layernorm", IdentityOp) is not IdentityOp
     if not has_after or has_before == (placement == "post"):
         raise ConfigError(
             f"--layer-norm-placement {placement}: the spec of the layer places its norms "

@@ -10,15 +10,16 @@ from torch import Tensor, nn
 
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-    get_gpt_mtp_block_spec,
+    LOCAL,
+    decoder_block_of,
     get_imported_layer_spec,
+    layer_of,
+    mtp_block_of,
+    transformer_engine_parts,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
-    get_gpt_heterogeneous_layer_spec,
+    heterogeneous_block_of,
 )
 from megatron.core.models.mamba import mamba_layer_specs
 from megatron.core.models.mamba.mamba_model import MambaModel
@@ -41,7 +42,7 @@ def build_gpt_model(config: RunConfig, *, vp_stage: int | None = None, **stage: 
     return GPTModel(
         config=config.model,
         transformer_layer_spec=spec,
-        mtp_block_spec=get_gpt_mtp_block_spec(config.model, spec),
+        mtp_block_spec=mtp_block_of(LOCAL, config.model, spec),
         vp_stage=vp_stage,
         **language_arguments(config, **stage),
     )
@@ -53,13 +54,12 @@ def gpt_layer_spec(config: RunConfig) -> Any:
     if spec and spec[0] != "local":
         return get_imported_layer_spec(tuple(spec), config.model)
     is_local = bool(spec) or config.model.transformer_impl == "local"
+    parts = LOCAL if is_local else transformer_engine_parts(config.model)
     if layer_shapes(config.model) is not None:
-        return get_gpt_heterogeneous_layer_spec(config.model, not is_local)
+        return heterogeneous_block_of(parts, config.model)
     if config.model.num_moe_experts is not None:
-        return get_gpt_decoder_block_spec(config.model, not is_local)
-    if is_local:
-        return get_gpt_layer_local_spec(config=config.model)
-    return get_gpt_layer_with_transformer_engine_spec(config=config.model)
+        return decoder_block_of(parts, config.model)
+    return layer_of(parts, config=config.model)
 
 
 def gpt_dataset_config(config: RunConfig, **common: Any) -> GPTDatasetConfig:

@@ -170,10 +170,12 @@ def test_layers_that_predict_ahead_compute_what_transformers_does(tmp_path: Path
             position_ids=positions,
             past_key_values=None,
         )
-        found = model.mtp.layers[0](
-            hidden.transpose(0, 1),
-            embedded.transpose(0, 1),
+        found, *_ = model.mtp.layers[0](
             None,
+            None,
+            hidden.transpose(0, 1),
+            None,
+            embedded=embedded.transpose(0, 1),
             rotary_pos_emb=model.rotary_pos_emb.table(20, 0, torch.float32),
         )
     torch.testing.assert_close(found.transpose(0, 1), expected, **tolerances.LOGITS)

@@ -17,8 +17,9 @@ from megatron.core.inference.paged_engine.scheduler import RequestScheduler
 from megatron.core.inference.paged_engine.step_plan import NO_TOKEN
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.gpt.gpt_layer_specs import (
+    LOCAL,
     get_gpt_layer_local_spec,
-    get_gpt_mtp_block_spec,
+    mtp_block_of,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
@@ -66,7 +67,7 @@ def gpt(world: int, sizes: Sizes, *, position: str = "rope", **changes: Any) -> 
         pre_process=pp.rank() == 0,
         post_process=pp.rank() == pp.size() - 1,
         position_embedding_type=position,
-        mtp_block_spec=get_gpt_mtp_block_spec(config, spec),
+        mtp_block_spec=mtp_block_of(LOCAL, config, spec),
         pg_collection=groups,
     )
 
@@ -183,7 +184,8 @@ def drafted_in_training(model: GPTModel, tokens: list[int]) -> int:
         "attention_bias": model.attention_bias(length, None, None),
     }
     hidden = model.decoder(model.embedding(ids[:, :-1], None), None, **shared)
-    state = model.mtp.layers[0](hidden, model.embedding(ids[:, 1:], None), None, **shared)
+    embedded = model.embedding(ids[:, 1:], None)
+    state, *_ = model.mtp.layers[0](None, None, hidden, None, embedded=embedded, **shared)
     return int(model.logits(state, gather=True)[0, -1].argmax())
 
 

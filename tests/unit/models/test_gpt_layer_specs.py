@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -27,12 +28,13 @@ PATH = "a_users_module"
 
 
 def test_arguments_stand_where_scripts_put_them():
-    for spec in (
-        get_gpt_layer_local_spec(None, False, True, False, None, False, "RMSNorm"),
-        get_gpt_layer_with_transformer_engine_spec(None, False, True, False, None, False, False),
-        get_gpt_layer_local_spec(config=tiny_config(qk_layernorm=True)),
+    arguments = None, False, True, False, None, False
+    for spec, norm in (
+        (get_gpt_layer_local_spec(*arguments, "RMSNorm"), Norm),
+        (get_gpt_layer_with_transformer_engine_spec(*arguments, False), TENorm),
+        (get_gpt_layer_local_spec(config=tiny_config(qk_layernorm=True)), Norm),
     ):
-        assert spec.submodules.self_attention.submodules.q_layernorm is Norm
+        assert spec.submodules.self_attention.submodules.q_layernorm is norm
     assert get_gpt_layer_local_spec().submodules.self_attention.submodules.q_layernorm is None
 
 
@@ -62,7 +64,8 @@ def test_what_predicts_further_ahead_is_like_the_last_layer():
     assert get_gpt_mtp_block_spec(tiny_config(), spec, use_transformer_engine=False) is None
     config = tiny_config(num_moe_experts=2, moe_layer_freq=(0, 1), mtp_num_layers=1)
     block = get_gpt_decoder_block_spec(config)
-    assert get_gpt_mtp_block_spec(config, block) is block.layer_specs[1]
+    (layer,) = get_gpt_mtp_block_spec(config, block).layer_specs
+    assert layer.submodules.transformer_layer is block.layer_specs[1]
 
 
 @pytest.mark.parametrize(("size", "true_size"), [(PaddedSize(16, 11), 11), (16, None)])

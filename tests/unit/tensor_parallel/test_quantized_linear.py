@@ -65,7 +65,7 @@ def test_values_and_gradients_lie_within_the_formats_bound(name: str) -> None:
     layer = make(name)
     recipe: Recipe = layer.quantizer.recipe
     x, g = draw(*TOKENS, IN, seed=2).requires_grad_(), draw(*TOKENS, OUT, seed=3)
-    y = layer(x)
+    y = layer(x)[0]
     y.backward(g)
     size, rows, flat_g = recipe.block, x.detach().flatten(0, 1), g.flatten(0, 1)
     w = layer.weight.detach()
@@ -99,7 +99,7 @@ def test_values_and_gradients_lie_within_the_formats_bound(name: str) -> None:
 def test_the_weight_gradient_may_stay_in_the_higher_precision(name: str) -> None:
     layer = make(name, fp8_wgrad=False)
     x, g = draw(*TOKENS, IN, seed=2), draw(*TOKENS, OUT, seed=3)
-    layer(x).backward(g)
+    layer(x)[0].backward(g)
     want = g.flatten(0, 1).t() @ x.flatten(0, 1)
     torch.testing.assert_close(layer.weight.grad, want, **tolerances.of(torch.float64))
 
@@ -110,12 +110,12 @@ def test_the_weight_gradient_goes_where_others_go(name: str, goes: str) -> None:
     plain, layer = make(name, torch.float32), make(name, torch.float32)
     x, g = draw(*TOKENS, IN, seed=2).float(), draw(*TOKENS, OUT, seed=3).float()
     for _ in range(2):
-        plain(x).backward(g)
+        plain(x)[0].backward(g)
     if goes == "to a queue":
         queue = WeightGradQueue()
         for _ in range(2):
             with queue.collecting():
-                layer(x).backward(g)
+                layer(x)[0].backward(g)
         assert layer.weight.grad is None
         queue.run()
         found = layer.weight.grad
@@ -123,7 +123,7 @@ def test_the_weight_gradient_goes_where_others_go(name: str, goes: str) -> None:
         layer.weight.main_grad = torch.full((OUT, IN), 7.0)
         layer.weight.overwrite_main_grad, layer.weight.grad_added_to_main_grad = True, False
         for _ in range(2):
-            layer(x).backward(g)
+            layer(x)[0].backward(g)
         assert layer.weight.grad_added_to_main_grad
         found = layer.weight.main_grad
     torch.testing.assert_close(found, plain.weight.grad, **tolerances.of(torch.float32))
@@ -133,12 +133,12 @@ def test_no_tokens_and_frozen_weights() -> None:
     for name in RECIPES:
         layer = make(name)
         x = draw(0, IN).requires_grad_()
-        layer(x).sum().backward()
+        layer(x)[0].sum().backward()
         assert x.grad is not None
         assert not layer.weight.grad.any()
         layer.weight.requires_grad_(False)
         x = draw(3, IN).requires_grad_()
-        layer(x).sum().backward()
+        layer(x)[0].sum().backward()
         assert x.grad is not None
 
 
@@ -149,8 +149,8 @@ def step(layer: Any, *micro_batches: tuple[float, float]) -> list[Tensor]:
         x = torch.full((*TOKENS, IN), 1.0, dtype=torch.float64)
         x[0, 0, 0] = size
         g = torch.full((*TOKENS, OUT), grad_size, dtype=torch.float64)
-        results.append(layer(x).detach())
-        layer(x).backward(g)
+        results.append(layer(x)[0].detach())
+        layer(x)[0].backward(g)
     update_amax_histories([layer], one_process_groups())
     return results
 
@@ -166,7 +166,7 @@ def test_delayed_scaling_by_hand(algorithm: str) -> None:
     step(layer, (5.0, torch.inf))  # what is not finite repeats the newest
     assert history.tolist() == [[5.0, 2.0, 8.0], [3.0, 3.0, 0.5]]
     layer.eval()
-    layer(torch.full((*TOKENS, IN), 99.0, dtype=torch.float64))
+    layer(torch.full((*TOKENS, IN), 99.0, dtype=torch.float64))[0]
     layer.train()
     update_amax_histories([layer], one_process_groups())  # nothing was seen: repeated too
     assert history.tolist() == [[5.0, 5.0, 2.0], [3.0, 3.0, 3.0]]
@@ -176,9 +176,9 @@ def test_delayed_scaling_by_hand(algorithm: str) -> None:
     scale = power_of_two(torch.tensor(5.0), 448.0, 1)
     w = quantize(layer.weight.detach(), E4M3).values(torch.float64)
     want = w[:, 0] * 448.0 * scale + layer.bias.detach()
-    torch.testing.assert_close(layer(x).detach()[0, 0], want, **tolerances.of(torch.float64))
+    torch.testing.assert_close(layer(x)[0].detach()[0, 0], want, **tolerances.of(torch.float64))
     x[0, 0, 1] = torch.inf
-    assert layer(x)[0, 0].isnan().all()
+    assert layer(x)[0][0, 0].isnan().all()
 
 
 def test_a_weight_is_quantized_once_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,18 +196,18 @@ def test_a_weight_is_quantized_once_until_it_changes(monkeypatch: pytest.MonkeyP
         def passes(layer: Any = layer, x: Tensor = x) -> int:
             counted.clear()
             for _ in range(2):
-                layer(x).sum().backward()
+                layer(x)[0].sum().backward()
             return counted.count(torch.Size((OUT, IN)))
 
         assert passes() == 2 * 2  # no wrapper keeps whole weights: for each pass anew
         layer.weight.main_grad = torch.zeros_like(layer.weight)
-        before = layer(x).detach()
+        before = layer(x)[0].detach()
         assert passes() == orientations - 1
         assert passes() == 0
         with torch.no_grad():
             layer.weight.detach().mul_(2)
         assert passes() == orientations
-        assert not torch.equal(layer(x), before)
+        assert not torch.equal(layer(x)[0], before)
         torch.autograd.graph.increment_version(layer.weight)
         assert passes() == orientations
 
@@ -225,7 +225,7 @@ def test_a_transposed_weight_is_kept_for_a_step(
 
     def gradients(layer: Any) -> list[Tensor | None]:
         x.grad = layer.weight.grad = None
-        layer(x).backward(g)
+        layer(x)[0].backward(g)
         return [x.grad, layer.weight.grad]
 
     usual, keeping = make(name, dtype), make(name, dtype)

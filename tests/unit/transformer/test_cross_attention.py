@@ -40,7 +40,7 @@ def cross(**changes: Any) -> CrossAttention:
 
 def by_hand(layer: CrossAttention, x: Tensor, other: Tensor, hidden: Tensor) -> Tensor:
     """The formula on [s, b, h], one head at a time."""
-    config, d = layer.config, layer.head_dim
+    config, d = layer.config, layer.hidden_size_per_attention_head
     q = layer.linear_q(x)[0].unflatten(-1, (-1, d))
     kv = layer.linear_kv(other)[0].unflatten(-1, (config.num_query_groups, 2, d))
     times, outs = config.num_attention_heads // config.num_query_groups, []

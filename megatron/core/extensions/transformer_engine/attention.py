@@ -33,8 +33,6 @@ class TEDotProductAttention(DotProductAttention):
     and windows or sinks with context parallelism.
     """
 
-    takes_narrow_values = False
-
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         # Created in the first call; in a list, so that it is not a registered submodule.
@@ -45,10 +43,12 @@ class TEDotProductAttention(DotProductAttention):
         self._ranks_of_heads = 1 if trading is None else trading.size()
         self._may_compute = (
             backend in _BACKENDS
+            and engine.unsupported_reason() is None
             and self.softcap is None
             and self.depth_scale == 1
             and not (has_many_ranks and (self.window or self.config.softmax_type != "vanilla"))
         )
+        self.takes_narrow_values = not self._may_compute
         if self._may_compute and backend in _SWITCHES:
             _choose_kernels(backend)
 
@@ -66,6 +66,7 @@ class TEDotProductAttention(DotProductAttention):
         is_causal = (attn_mask_type or self.attn_mask_type) in CAUSAL
         fits = (
             self._may_compute
+            and query.dim() == 4
             and attention_mask is None
             and attention_bias is None
             and query.dtype in engine.DTYPES

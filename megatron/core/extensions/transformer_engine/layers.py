@@ -1,8 +1,11 @@
-"""Linear layers and norms that compute with Transformer Engine.
+"""Linear layers and norms that compute with Transformer Engine; by our code where it cannot run.
 
 Shapes and parameters are those of the base classes.  The parameters of a norm fused into a linear
 layer have the names of a separate norm (`param_info.name_parameters`).  Collectives are the same
 too, but the package runs them: it overlaps them with GEMMs, and gathers quantized inputs.
+
+Without the package, or without a GPU, the layers have the same parameters and compute as their base
+classes do: specs and converters that name these classes and parameters work everywhere.
 """
 
 from __future__ import annotations
@@ -14,7 +17,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.extensions.transformer_engine.delayed_scaling import EngineAmax
-from megatron.core.extensions.transformer_engine.engine import Engine, package, recipe_of
+from megatron.core.extensions.transformer_engine.engine import (
+    Engine,
+    package,
+    recipe_of,
+    unsupported_reason,
+)
 from megatron.core.params.param_info import info_of
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -23,12 +31,15 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
 )
 from megatron.core.tensor_parallel.quantized_linear import Recipe
-from megatron.core.transformer.norms import Norm, Stream
+from megatron.core.transformer.norms import Norm, Stream, normalize
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class _Computed(Linear):
-    """Base of linear layers whose GEMMs an `Engine` computes, in place of the quantizer."""
+    """Base of linear layers whose GEMMs an `Engine` computes, in place of the quantizer.
+
+    ``engine`` is None if the package cannot run here.
+    """
 
     config: TransformerConfig
     bias: nn.Parameter | None
@@ -38,7 +49,7 @@ class _Computed(Linear):
         # The other base class of a layer takes these arguments.
         super().__init__(*sizes, config=config, **arguments)  # type: ignore[call-arg]
         self.config = config
-        if self.weight is not None:
+        if self.weight is not None and unsupported_reason() is None:
             self.create_engine()
 
     def create_engine(self) -> None:
@@ -73,6 +84,8 @@ class _Computed(Linear):
     def quantize(self, recipe: Recipe, amax_group: ProcessGroup) -> None:
         """Run the GEMMs in fp8 or fp4 by the package."""
         if self.engine is None:
+            if self.weight is not None:
+                super().quantize(recipe, amax_group)
             return
         self.engine.recipe = recipe_of(self.config)
         if recipe.history:
@@ -150,6 +163,19 @@ class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
         self.layer_norm_weight = norm.weight
         self.layer_norm_bias = norm.bias
 
+    def forward(self, input_: Tensor, *more: Any, **arguments: Any) -> tuple[Tensor, Tensor | None]:
+        """Normalize, and multiply as `ColumnParallelLinear` does."""
+        x = input_ if self.engine is not None else self.normalized(input_)
+        return super().forward(x, *more, **arguments)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """Return the norm of ``x`` alone, by our code."""
+        c = self.config
+        weight: Tensor = self.layer_norm_weight
+        if c.layernorm_zero_centered_gamma:
+            weight = weight + 1
+        return normalize(x, weight, self.layer_norm_bias, c.layernorm_epsilon)
+
     def norm_arguments(self) -> dict[str, object]:
         """See `TEColumnParallelLinear.norm_arguments`."""
         return {
@@ -179,8 +205,7 @@ class TERowParallelLinear(_Computed, RowParallelLinear):
 
     def summed_product(self, x: Tensor) -> Tensor:
         """Return x W^T, reduced over the ranks; see `RowParallelLinear.summed_product`."""
-        assert self.engine is not None, "built with the layer"
-        return self.engine.run(x)
+        return super().summed_product(x) if self.engine is None else self.engine.run(x)
 
 
 class TELinear(_Computed, ReplicatedLinear):
@@ -199,17 +224,20 @@ class TENorm(Norm):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **more: Any
     ) -> None:
         super().__init__(config, hidden_size, eps, **more)
-        self._engine = Engine(
-            "RMSNorm" if self.is_rms else "LayerNorm",
-            config,
-            lambda: {"weight": self.weight, "bias": self.bias},
-            normalized_shape=hidden_size,
-            eps=eps,
-            zero_centered_gamma=self.is_zero_centered,
-        )
+        self._engine: Engine | None = None
+        if unsupported_reason() is None:
+            self._engine = Engine(
+                "RMSNorm" if self.is_rms else "LayerNorm",
+                config,
+                lambda: {"weight": self.weight, "bias": self.bias},
+                normalized_shape=hidden_size,
+                eps=eps,
+                zero_centered_gamma=self.is_zero_centered,
+            )
 
     def forward(self, x: Stream) -> Tensor | tuple[Tensor, Tensor]:
         """See `Norm`."""
-        if isinstance(x, Tensor) and x.dtype == self.weight.dtype:
-            return self._engine.run(x)
+        engine = self._engine
+        if engine is not None and isinstance(x, Tensor) and x.dtype == self.weight.dtype:
+            return engine.run(x)
         return super().forward(x)

@@ -35,5 +35,5 @@ class BertLMHead(MegatronModule):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Transform hidden states [.., h] -> [.., h]."""
-        out: Tensor = self.layer_norm(F.gelu(self.dense(hidden_states)))
+        out: Tensor = self.layer_norm(F.gelu(self.dense(hidden_states)[0]))
         return out

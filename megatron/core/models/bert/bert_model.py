@@ -138,7 +138,7 @@ class BertModel(LanguageModule):
             if attention_mask is None:
                 attention_mask = hidden.new_ones(hidden.shape[1::-1])
             return mean_of_text(hidden, attention_mask)
-        order = self.binary_head(self.pooler(hidden)) if self.add_binary_head else None
+        order = self.binary_head(self.pooler(hidden))[0] if self.add_binary_head else None
         if lm_labels is None:
             return self.logits(self.lm_head(hidden), gather=not self.parallel_output), order
         return self.hidden_token_losses(hidden, lm_labels), order

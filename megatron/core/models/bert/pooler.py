@@ -19,7 +19,7 @@ class Pooler(MegatronModule):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Pool hidden states [s, b, h] -> [b, h]."""
-        return torch.tanh(self.dense(hidden[0]))
+        return torch.tanh(self.dense(hidden[0])[0])
 
 
 def mean_of_text(hidden: Tensor, attention_mask: Tensor) -> Tensor:

@@ -15,24 +15,35 @@ from megatron.core.extensions.transformer_engine import (
     TEColumnParallelLinear,
     TEDotProductAttention,
     TELayerNormColumnParallelLinear,
+    TELinear,
     TENorm,
     TERowParallelLinear,
     unsupported_matrices_reason,
     unsupported_reason,
 )
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.parallel.default_groups import default_groups
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.layer_layout import has_experts
+from megatron.core.transformer.layer_layout import has_experts, is_last_stage, layers_of_stage
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import (
     MLASelfAttention,
     MLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.norms import HeadsWideRMSNorm, Norm
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, import_module
@@ -49,6 +60,7 @@ class LayerParts:
 
     column: Slot = ColumnParallelLinear
     row: Slot = RowParallelLinear
+    replicated: Slot = ReplicatedLinear
     norm: Slot = Norm
     core_attention: Slot = DotProductAttention
     column_behind_norm: Slot | None = None
@@ -69,6 +81,15 @@ class LayerParts:
 
 
 LOCAL = LayerParts()
+# Where the package cannot run, its layers compute by our code, with the same parameter names.
+ENGINE = LayerParts(
+    column=TEColumnParallelLinear,
+    row=TERowParallelLinear,
+    replicated=TELinear,
+    norm=TENorm,
+    core_attention=TEDotProductAttention,
+    column_behind_norm=TELayerNormColumnParallelLinear,
+)
 _DEFAULT = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1)
 
 
@@ -86,13 +107,7 @@ def transformer_engine_parts(config: TransformerConfig | None) -> LayerParts:
         reason = unsupported_matrices_reason(config)
         parts = replace(LOCAL, norm=TENorm, core_attention=TEDotProductAttention)
     if reason is None:
-        return LayerParts(
-            column=TEColumnParallelLinear,
-            row=TERowParallelLinear,
-            norm=TENorm,
-            core_attention=TEDotProductAttention,
-            column_behind_norm=TELayerNormColumnParallelLinear,
-        )
+        return ENGINE
     which = "" if parts is LOCAL else " for matrices"
     if config is not None and config.require_transformer_engine:
         raise MissingDependency(
@@ -151,10 +166,21 @@ def layer_of(
     is_dense = num_experts is None
     norm: Slot | None = parts.norm if qk_layernorm or c.qk_layernorm else None
     if is_latent:
+        up = parts.column
+        if inside and norm is not None:
+            up, norm = inside.column, IdentityOp
         attention = ModuleSpec(
             MLASelfAttention,
             submodules=MLASelfAttentionSubmodules(
-                parts.column, parts.core_attention, parts.row, norm, norm
+                linear_q_proj=parts.column,
+                linear_q_down_proj=parts.replicated,
+                linear_q_up_proj=up,
+                linear_kv_down_proj=parts.replicated,
+                linear_kv_up_proj=up,
+                core_attention=parts.core_attention,
+                linear_proj=parts.row,
+                q_layernorm=norm,
+                kv_layernorm=norm,
             ),
         )
     else:
@@ -226,11 +252,13 @@ def get_gpt_layer_with_transformer_engine_spec(
 ) -> ModuleSpec:
     """Return a spec with Transformer Engine's modules, where it can do what ``config`` requests.
 
-    Without the package, warns once and uses plain PyTorch.
+    Without ``config`` every module is one of Transformer Engine's, also where the package cannot
+    run: parameters always have the names by which converters know them.  With it, warns once and
+    uses the modules of the local spec there.
     """
     if use_kitchen:
         raise ConfigError(f"a GPT layer with use_kitchen: {flag_messages.KITCHEN}")
-    parts = transformer_engine_parts(config)
+    parts = ENGINE if config is None else transformer_engine_parts(config)
     return layer_of(parts, num_experts, qk_layernorm, multi_latent_attention, config=config)
 
 
@@ -241,11 +269,29 @@ def get_gpt_decoder_block_spec(
     qk_l2_norm: bool = False,
     vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """Return a spec for every layer of the model; each stage selects its own.
+    """Return a spec for every layer of this pipeline stage.
 
-    The config gives the normalization.
+    The config gives the normalization.  With ``use_transformer_engine`` every module is one of
+    Transformer Engine's, see `get_gpt_layer_with_transformer_engine_spec`.
     """
-    parts = transformer_engine_parts(config) if use_transformer_engine else LOCAL
+    parts = ENGINE if use_transformer_engine else LOCAL
+    block = replace(decoder_block_of(parts, config), layer_norm=parts.norm)
+    return layers_on_this_stage(block, config, vp_stage)
+
+
+def layers_on_this_stage(
+    block: TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Return ``block``, which has all layers of the model, with those of this stage only."""
+    if config.pipeline_model_parallel_size == 1 and not config.virtual_pipeline_model_parallel_size:
+        return block
+    specs = block.layer_specs or []
+    stage = layers_of_stage(config, default_groups().pp, vp_stage)
+    return replace(block, layer_specs=[specs[i] for i in stage])
+
+
+def decoder_block_of(parts: LayerParts, config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Return a spec for every layer of the model, built from ``parts``."""
     dense, sparse = (layer_of(parts, n, config=config) for n in (None, config.num_moe_experts))
     layers = [sparse if has_experts(config, i) else dense for i in range(config.num_layers)]
     return TransformerBlockSubmodules(layers, Norm)
@@ -256,10 +302,37 @@ def get_gpt_mtp_block_spec(
     spec: TransformerBlockSubmodules | ModuleSpec,
     use_transformer_engine: bool = False,
     vp_stage: int | None = None,
-) -> Slot | None:
-    """Return the spec of the multi-token prediction layer: the last decoder layer's, or None."""
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Return the spec of multi-token prediction on the last stage; None on others or without it.
+
+    ``spec``: that of the decoder.  As in Megatron Core the projection is sharded.
+    """
+    is_split = config.pipeline_model_parallel_size > 1
+    if is_split and not is_last_stage(config, default_groups().pp, vp_stage):
+        return None
+    parts = ENGINE if use_transformer_engine else LOCAL
+    return mtp_block_of(replace(parts, replicated=parts.column), config, spec)
+
+
+def mtp_block_of(
+    parts: LayerParts, config: TransformerConfig, spec: TransformerBlockSubmodules | ModuleSpec
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Return the spec of multi-token prediction, whose layers are like the last of ``spec``."""
     layers = block_submodules(config, spec).layer_specs
-    return layers[-1] if config.mtp_num_layers and layers else None
+    if not config.mtp_num_layers or not layers:
+        return None
+    one = mtp_layer_of(parts, layers[-1])
+    return MultiTokenPredictionBlockSubmodules([one] * config.mtp_num_layers)
+
+
+def mtp_layer_of(parts: LayerParts, layer: Slot) -> ModuleSpec:
+    """Return the spec of one depth of multi-token prediction with transformer layer ``layer``."""
+    return ModuleSpec(
+        MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            parts.norm, parts.norm, parts.replicated, layer, parts.norm
+        ),
+    )
 
 
 def get_imported_layer_spec(

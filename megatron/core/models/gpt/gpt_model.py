@@ -27,8 +27,12 @@ from megatron.core.transformer.attention import SelfAttentionBase
 from megatron.core.transformer.attention_masks import is_causal_mask
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import is_replaced
-from megatron.core.transformer.multi_token_prediction import MultiTokenPrediction, tokens_ahead
-from megatron.core.transformer.spec_utils import ModuleSpec, Slot
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    tokens_ahead,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -57,7 +61,7 @@ class GPTModel(LanguageModule):
         rope_scaling_factor: float = 8.0,
         scatter_embedding_sequence_parallel: bool = True,
         seq_len_interpolation_factor: float | None = None,
-        mtp_block_spec: Slot | None = None,
+        mtp_block_spec: MultiTokenPredictionBlockSubmodules | None = None,
         *,
         pg_collection: ProcessGroupCollection,
         vp_stage: int | None = None,
@@ -99,10 +103,12 @@ class GPTModel(LanguageModule):
             )
         self.decoder = self.build_decoder(transformer_layer_spec)
         self._has_own_attention: bool | None = None  # known after the first forward pass
-        self.mtp: MultiTokenPrediction | None = None
+        self.mtp: MultiTokenPredictionBlock | None = None
         self.mtp_process = predicts_ahead and post_process
         if mtp_block_spec is not None and post_process:
-            self.mtp = MultiTokenPrediction(config, mtp_block_spec, pg_collection=pg_collection)
+            self.mtp = MultiTokenPredictionBlock(
+                config, mtp_block_spec, pg_collection=pg_collection
+            )
         if post_process:
             self.output_layer = self.build_output_layer()
         self.finalize_parameters("decoder")
@@ -257,7 +263,7 @@ class GPTModel(LanguageModule):
         if labels is None:
             cache = inference_params if inference_context is None else inference_context
             return self.generated_logits(hidden_states, cache, runtime_gather_output)
-        if mtp_in_postprocess and self.training:
+        if self.mtp is not None and mtp_in_postprocess and self.training:
             rows = input_ids, labels, loss_mask
             shared = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
             hidden_states = self._with_predictions(hidden_states, rows, attention_mask, shared)
@@ -270,15 +276,18 @@ class GPTModel(LanguageModule):
         """
         assert self.mtp is not None, "the model has no MTP layers"
         row = len(tokens), None, cache
-        out: Tensor = self.mtp.layers[depth](
-            hidden,
-            self.embedding(tokens.unsqueeze(0), None),
+        out, *_ = self.mtp.layers[depth](
             None,
+            None,
+            hidden,
+            None,
+            embedded=self.embedding(tokens.unsqueeze(0), None),
             inference_context=cache,
             rotary_pos_emb=self.rotary_table(*row),
             attention_bias=self.attention_bias(*row),
         )
-        return out
+        states: Tensor = out
+        return states
 
     def _with_predictions(
         self,
@@ -304,7 +313,9 @@ class GPTModel(LanguageModule):
         state = hidden
         for depth, ahead in enumerate(depths):
             embedded = self.embedding(ahead.tokens, None)
-            state = self.mtp.layers[depth](state, embedded, attention_mask, **shared)
+            state, *_ = self.mtp.layers[depth](
+                None, None, state, attention_mask, embedded=embedded, **shared
+            )
             hidden = self.mtp.attach(hidden, depth, self.token_losses(state, ahead.labels), ahead)
         return hidden
 
@@ -343,7 +354,7 @@ class RewardModel(GPTModel):
 
         Labels are not read.  With sequence parallelism collective over the tensor-parallel group.
         """
-        scores: Tensor = self.output_layer(hidden)
+        scores: Tensor = self.output_layer(hidden)[0]
         if self.config.sequence_parallel:
             # Every rank computes the same loss from all scores: it keeps its part of the gradient.
             scores = gather_from_sequence_parallel_region(

@@ -118,7 +118,8 @@ class Experts(MegatronModule):
         self._quantizers: dict[str, GroupQuantizer] = {}  # of fp8 experts that are grouped
         # Grouped GEMMs of an external package (Transformer Engine), by the name of the matrix.
         self._products: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {}
-        if config.moe_grouped_gemm and hasattr(self._in_order[0].linear_fc1, "product_of_all"):
+        engine = getattr(self._in_order[0].linear_fc1, "engine", None)
+        if config.moe_grouped_gemm and engine is not None:
             for name, own in self._matrices().items():
                 self._products[name] = own[0].product_of_all(own)
 

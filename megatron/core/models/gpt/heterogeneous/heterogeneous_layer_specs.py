@@ -9,7 +9,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
+    ENGINE,
+    LOCAL,
+    LayerParts,
+    decoder_block_of,
+    layers_on_this_stage,
     without_attention,
     without_mlp,
 )
@@ -54,8 +58,15 @@ class LinearReplacement(ColumnParallelLinear):
 def get_gpt_heterogeneous_layer_spec(
     config: TransformerConfig, use_te: bool = False
 ) -> TransformerBlockSubmodules:
+    """Return a spec for every layer of this pipeline stage; see `get_gpt_decoder_block_spec`."""
+    return layers_on_this_stage(heterogeneous_block_of(ENGINE if use_te else LOCAL, config), config)
+
+
+def heterogeneous_block_of(
+    parts: LayerParts, config: TransformerConfig
+) -> TransformerBlockSubmodules:
     """Return a spec for every layer; all are equal if the config describes no differences."""
-    block = get_gpt_decoder_block_spec(config, use_te)
+    block = decoder_block_of(parts, config)
     shapes = layer_shapes(config)
     if shapes is None or block.layer_specs is None:
         return block
