@@ -39,13 +39,14 @@ def tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(LENGTH).expand(2, LENGTH)
 
 
-def gpt(position: str = "rope", **config: Any) -> GPTModel:
+def gpt(position: str = "rope", is_tied: bool = False, **config: Any) -> GPTModel:
     torch.manual_seed(3)
     return GPTModel(
         config=tiny_config(**{"init_method_std": 0.3} | config),
         transformer_layer_spec=get_gpt_layer_local_spec(),
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
+        share_embeddings_and_output_weights=is_tied,
         position_embedding_type=position,
     )
 
@@ -72,7 +73,9 @@ def forward_of_a_project(model: GPTModel, packed: PackedSeqParams | None = None)
         rotary_pos_emb=rotary,
         packed_seq_params=packed,
     )
-    logits, _ = model.output_layer(hidden, weight=None, runtime_gather_output=None)
+    is_tied = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if is_tied else None
+    logits, _ = model.output_layer(hidden, weight=weight, runtime_gather_output=None)
     return logits.transpose(0, 1)
 
 
@@ -106,15 +109,22 @@ def test_groups_by_their_former_name_are_the_ones_that_are_used() -> None:
 
 
 @pytest.mark.parametrize("position", ["rope", "learned_absolute"])
-def test_a_forward_pass_of_a_project_has_the_logits_of_ours(position: str) -> None:
-    model = gpt(position).eval()
-    torch.testing.assert_close(forward_of_a_project(model), model(*tokens(), None))
-    if position == "rope":
-        bounds = torch.tensor([0, 5, 2 * LENGTH], dtype=torch.int32)
-        packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=27, max_seqlen_kv=27)
-        row = tokens()[0].view(1, -1)
-        ours = model(row, None, None, packed_seq_params=packed)
-        torch.testing.assert_close(forward_of_a_project(model, packed), ours)
+def test_a_forward_pass_of_a_project_has_the_logits_and_gradients_of_ours(position: str) -> None:
+    results = []
+    for run in (forward_of_a_project, lambda model: model(*tokens(), None)):
+        model = gpt(position, is_tied=True)
+        logits = run(model)
+        logits.pow(2).mean().backward()
+        results.append((logits, model.embedding.word_embeddings.weight.grad))
+    torch.testing.assert_close(*results)
+
+
+def test_a_forward_pass_of_a_project_takes_packed_sequences() -> None:
+    model = gpt().eval()
+    bounds = torch.tensor([0, 5, 2 * LENGTH], dtype=torch.int32)
+    packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=27, max_seqlen_kv=27)
+    ours = model(tokens()[0].view(1, -1), None, None, packed_seq_params=packed)
+    torch.testing.assert_close(forward_of_a_project(model, packed), ours)
 
 
 def test_the_end_of_the_forward_pass_can_be_replaced_in_one_model() -> None:

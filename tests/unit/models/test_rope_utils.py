@@ -13,6 +13,8 @@ from megatron.core.models.common.embeddings.rope_utils import (
     _apply_rotary_pos_emb_bshd,
     _rotate_half,
     apply_rotary_pos_emb_with_cos_sin,
+    fused_apply_rotary_pos_emb,
+    fused_apply_rotary_pos_emb_thd,
     get_pos_emb_on_this_cp_rank,
 )
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (
@@ -74,6 +76,8 @@ def test_a_part_of_the_channels_is_rotated_and_scaled(interleaved: bool) -> None
     part = x[..., :4]
     turned = 1.5 * (part * freqs.cos() + _rotate_half(part, interleaved) * freqs.sin())
     torch.testing.assert_close(ours, torch.cat((turned, x[..., 4:]), -1))
+    fused = fused_apply_rotary_pos_emb(x, freqs, interleaved=interleaved)
+    torch.testing.assert_close(fused[..., :4] * 1.5, ours[..., :4])
 
 
 def test_latent_attention_turns_interleaved_pairs_into_halves() -> None:
@@ -99,6 +103,8 @@ def test_packed_sequences_begin_at_position_0_on_every_rank() -> None:
         )
         mine = apply_rotary_pos_emb(x[held], freqs, config, bounds, cp_group=Share(rank, 2))
         torch.testing.assert_close(mine, expected[held])
+        fused = fused_apply_rotary_pos_emb_thd(x[held], bounds, freqs, cp_size=2, cp_rank=rank)
+        torch.testing.assert_close(fused, mine)
 
 
 def test_cosines_and_sines_of_pairs_rotate_as_angles_do() -> None:

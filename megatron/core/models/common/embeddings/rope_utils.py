@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -68,13 +70,34 @@ def _apply_rotary_pos_emb_thd(
     """Rotate this rank's tokens [t, n, d] of packed sequences; ``freqs`` are those of positions."""
     if cp_group is None:
         raise ValueError("rotary embedding of packed sequences: give cp_group")
-    total = len(t) * cp_group.size()
+    rank = cp_group.size(), cp_group.rank()
+    form = rotary_interleaved, multi_latent_attention, mscale
+    return _rotate_packed(t, cu_seqlens, freqs, *rank, *form)
+
+
+def _rotate_packed(
+    t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int, cp_rank: int, *form: Any
+) -> Tensor:
+    total = len(t) * cp_size
     positions = position_in_sequence(cu_seqlens, total)
-    if cp_group.size() > 1:
+    if cp_size > 1:
         lengths = row_lengths([n for n in cu_seqlens.diff().tolist() if n], total)
-        positions = positions[held_tokens(lengths, cp_group.rank(), cp_group.size(), t.device)]
-    inputs = t.unsqueeze(1), freqs[positions], rotary_interleaved, multi_latent_attention, mscale
-    return _apply_rotary_pos_emb_bshd(*inputs).squeeze(1)
+        positions = positions[held_tokens(lengths, cp_rank, cp_size, t.device)]
+    return _apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], *form).squeeze(1)
+
+
+def fused_apply_rotary_pos_emb(
+    t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
+) -> Tensor:
+    """Rotate ``t`` [s, b, n, d] (Transformer Engine's call)."""
+    return _apply_rotary_pos_emb_bshd(t, freqs, interleaved)
+
+
+def fused_apply_rotary_pos_emb_thd(
+    t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0
+) -> Tensor:
+    """Rotate this rank's tokens [t, n, d] of packed sequences (Transformer Engine's call)."""
+    return _rotate_packed(t, cu_seqlens, freqs, cp_size, cp_rank)
 
 
 @library_call()
