@@ -65,6 +65,14 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         return super().forward(max_seq_len, offset, packed_seq), self.amplitude
 
 
+def yarn_factor_of_config(config: Any) -> float:
+    """Return YaRN's factor of cosines and sines by fields of a later config; 1 without them."""
+    scale = getattr(config, "yarn_rotary_scaling_factor", None)
+    if scale is None:
+        return 1.0
+    return yarn_mscale(scale, config.yarn_mscale) / yarn_mscale(scale, config.yarn_mscale_all_dim)
+
+
 class HybridModel(MambaModel):
     """MambaModel by its later name, with the pattern of layers as ``hybrid_layer_pattern``."""
 

@@ -93,7 +93,8 @@ NAMES: PathTable = {
         "_apply_rotary_pos_emb_thd _rotate_half apply_rotary_pos_emb get_pos_emb_on_this_cp_rank"
     },
     "core.models.common.embeddings.yarn_rotary_pos_embedding": {
-        "core.compat.models": "YarnRotaryEmbedding",
+        "core.compat.models": "YarnRotaryEmbedding "
+        "_yarn_get_concentration_factor_from_config=yarn_factor_of_config",
         "core.transformer.rope": "_yarn_get_mscale=yarn_mscale",
     },
     "core.models.huggingface": {
