@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing import all_ranks
 from megatron.core.dist_checkpointing.background import BackgroundSave, HostBuffer
 from megatron.core.dist_checkpointing.formats import Contents
 from megatron.core.dist_checkpointing.local import Replication, save_local
@@ -154,7 +154,7 @@ class Contest:
         return Contents(tensors=self.tensors(self.values))
 
     def save_ours(self) -> None:
-        serialization.save(self.folder / "ours", 1, self.contents(), self.group)
+        all_ranks.save(self.folder / "ours", 1, self.contents(), self.group)
 
     def save_parts(self, root: Path) -> None:
         """Save as --non-persistent-ckpt-type does, on the disk or in host memory."""
@@ -165,13 +165,13 @@ class Contest:
     def load_ours(self, *, verify: bool = True) -> None:
         folder, wanted = self.folder / "ours" / "iter_0000001", self.tensors(self.loaded)
         if verify:
-            serialization.load(folder, wanted, self.group)
+            all_ranks.load(folder, wanted, self.group)
             return
         with _UncheckedReader(folder) as reader:
-            serialization.fill(wanted, reader)
+            all_ranks.fill(wanted, reader)
 
     def start_ours(self) -> None:
-        begun = serialization.begin(self.folder / "ours", 1, self.contents(), self.group)
+        begun = all_ranks.begin(self.folder / "ours", 1, self.contents(), self.group)
         self.pending = BackgroundSave(begun, self.buffer, self.group).wait
 
     def start_dcp(self) -> None:

@@ -10,7 +10,7 @@ A teacher is the model of another checkpoint, of any size, sharded over the same
 student.  No module of the student contains it, so it has no optimizer state, no gradient buffer and
 no entry in the checkpoints of the run.
 
-Order of collectives: `score` runs the forward passes; `load_teacher` calls `serialization.load`.
+Order of collectives: `score` runs the forward passes; `load_teacher` calls `all_ranks.load`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from megatron.core import device
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.config.option import dest_of, options_of
 from megatron.core.config.value_types import Arguments
+from megatron.core.dist_checkpointing.all_ranks import load
 from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX
-from megatron.core.dist_checkpointing.serialization import load
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.parallel.collectives import all_or_none
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
+from megatron.core.dist_checkpointing.all_ranks import SaveFailed
 from megatron.core.dist_checkpointing.background import BackgroundSave, HostBuffer
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.save import save_run
 from tests.support import selection

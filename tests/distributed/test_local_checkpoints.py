@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.all_ranks import SaveFailed
 from megatron.core.dist_checkpointing.formats import Contents
 from megatron.core.dist_checkpointing.local import Replication, find_local, load_local, save_local
 from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX, from_param
-from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.core.params.param_info import ParamInfo
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.non_persistent import transient

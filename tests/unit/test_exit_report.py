@@ -19,7 +19,7 @@ from megatron.core.config.errors import (
     LaunchError,
     MissingDependency,
 )
-from megatron.core.dist_checkpointing.serialization import SaveFailed
+from megatron.core.dist_checkpointing.all_ranks import SaveFailed
 from megatron.training.process import exit_report
 from tests.support import forked
 from tests.support.ranks import ROOT

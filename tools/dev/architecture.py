@@ -348,15 +348,15 @@ PARAMETER_TO_CHECKPOINT = _in(
             _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "optimizer_tensors"),
         ),
         _in(
-            f"{_CORE}/dist_checkpointing/serialization.py",
+            f"{_CORE}/dist_checkpointing/all_ranks.py",
             "begin",
         ),
         _in(
-            f"{_CORE}/dist_checkpointing/serialization.py",
+            f"{_CORE}/dist_checkpointing/all_ranks.py",
             "finish",
-            _in(f"{_CORE}/dist_checkpointing/serialization.py", "write"),
+            _in(f"{_CORE}/dist_checkpointing/all_ranks.py", "write"),
             _in(
-                f"{_CORE}/dist_checkpointing/serialization.py",
+                f"{_CORE}/dist_checkpointing/all_ranks.py",
                 "complete",
                 _in(f"{_CORE}/dist_checkpointing/commit.py", "publish"),
             ),
@@ -370,7 +370,7 @@ CHECKPOINT_TO_PARAMETER = _in(
         f"{_TRAINING}/checkpointing/load.py",
         "load_run",
         _in(
-            f"{_CORE}/dist_checkpointing/serialization.py",
+            f"{_CORE}/dist_checkpointing/all_ranks.py",
             "load",
         ),
         _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "set_rng_state"),

@@ -21,25 +21,88 @@ NAMES: PathTable = {
     "core.quantization.quant_config": {},
     "core.quantization.utils": {},
     # -- Checkpoints
-    "core.dist_checkpointing": {},
-    "core.dist_checkpointing.core": {},
-    "core.dist_checkpointing.dict_utils": {},
-    "core.dist_checkpointing.mapping": {},
-    "core.dist_checkpointing.optimizer": {},
-    "core.dist_checkpointing.serialization": {},
+    "core.dist_checkpointing": {
+        "core.compat.checkpoint": "remove_sharded_tensors",
+        "core.dist_checkpointing.serialization": (
+            "load_plain_tensors load_tensors_metadata load_sharded_metadata "
+            "check_is_distributed_checkpoint"
+        ),
+    },
+    "core.dist_checkpointing.core": {
+        "core.config.errors": "CheckpointingException=CheckpointError",
+        "core.dist_checkpointing.serialization": "check_is_distributed_checkpoint",
+    },
+    "core.dist_checkpointing.dict_utils": {
+        "core.compat.checkpoint": (
+            "dict_list_map_inplace dict_list_map_outplace diff extract_matching_values "
+            "nested_values"
+        ),
+    },
+    "core.dist_checkpointing.serialization": {
+        "core.compat.checkpoint": (
+            "get_default_load_sharded_strategy get_default_save_sharded_strategy "
+            "remove_sharded_tensors"
+        ),
+        "core.dist_checkpointing.mapping": "CommonStateDict",
+        "core.config.errors": "CheckpointingException=CheckpointError",
+    },
     "core.dist_checkpointing.strategies": {},
-    "core.dist_checkpointing.strategies.async_utils": {},
-    "core.dist_checkpointing.strategies.base": {},
-    "core.dist_checkpointing.strategies.common": {},
-    "core.dist_checkpointing.strategies.filesystem_async": {},
-    "core.dist_checkpointing.strategies.fully_parallel": {},
-    "core.dist_checkpointing.strategies.tensorstore": {},
-    "core.dist_checkpointing.strategies.torch": {},
-    "core.dist_checkpointing.tensor_aware_state_dict": {},
-    "core.dist_checkpointing.utils": {},
-    "core.dist_checkpointing.validation": {},
+    "core.dist_checkpointing.strategies.async_utils": {
+        "core.compat.checkpoint": "_disable_gc=disable_gc",
+        "core.dist_checkpointing.async_requests": "AsyncCallsQueue AsyncRequest",
+    },
+    "core.dist_checkpointing.strategies.base": {
+        "core.compat.checkpoint": (
+            "async_calls SaveShardedStrategy AsyncSaveShardedStrategy=SaveShardedStrategy "
+            "LoadShardedStrategy"
+        ),
+    },
+    "core.dist_checkpointing.strategies.common": {
+        "core.dist_checkpointing.manifest": "COMMON_STATE_FNAME=COMMON_FILE"
+    },
+    "core.dist_checkpointing.strategies.filesystem_async": {
+        "core.compat.checkpoint": (
+            "FileSystemWriterAsync _process_memory=process_memory _results_queue=NO_RESULTS"
+        ),
+    },
+    "core.dist_checkpointing.strategies.fully_parallel": {
+        "core.compat.checkpoint": (
+            "FullyParallelLoadStrategyWrapper FullyParallelSaveStrategyWrapper"
+        ),
+    },
+    "core.dist_checkpointing.strategies.tensorstore": {
+        "core.compat.checkpoint": "TensorStoreLoadShardedStrategy"
+    },
+    "core.dist_checkpointing.strategies.torch": {
+        "core.compat.checkpoint": (
+            "TorchDistLoadShardedStrategy TorchDistSaveShardedStrategy get_async_strategy"
+        ),
+    },
+    "core.dist_checkpointing.validation": {
+        "core.compat.checkpoint": "verify_checkpoint_and_load_strategy"
+    },
+    "core.dist_checkpointing.tensor_aware_state_dict": {
+        "core.compat.checkpoint": "MCoreTensorAwareStateDict"
+    },
+    "core.dist_checkpointing.utils": {
+        "core.compat.checkpoint": (
+            "_clean_metadata_for_serialization=clean_metadata_for_serialization "
+            "extract_sharded_base extract_sharded_tensors"
+        ),
+        "core.dist_checkpointing.mapping": (
+            "add_prefix_for_sharding apply_prefix_mapping replace_prefix_for_sharding"
+        ),
+    },
     "core.transformer.fsdp_dtensor_checkpoint": {},
-    "core.transformer.utils": {},
+    "core.transformer.utils": {
+        "core.dist_checkpointing.module_state": (
+            "_get_extra_state_offsets=extra_state_offsets ensure_metadata_has_dp_cp_group "
+            "make_sharded_object_for_checkpoint make_sharded_tensors_for_checkpoint "
+            "sharded_state_dict_default"
+        ),
+        "core.activations": "openai_gelu",
+        "core.compat.checkpoint": "attention_mask_func get_linear_layer",
+    },
     # -- Training, optimizers and data parallelism
     "core.distributed": {"core.compat.distributed": "TorchFullyShardedDataParallel"},
     "core.distributed.finalize_model_grads": {

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.param_groups import ParamGroupOverride, ParamKey, ParamPredicate
 from megatron.core.optimizer.update_rules import UpdateRule
@@ -169,6 +170,11 @@ class ChainedOptimizer(MegatronOptimizer):
         """Return the state of the only optimizer, or a list of the states of several."""
         states = [each.state_dict() for each in self._chained]
         return states[0] if len(states) == 1 else states
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
+        """Return the entries of the only optimizer, or those of several by their index."""
+        states = [each.sharded_state_dict(*args, **kwargs) for each in self._chained]
+        return states[0] if len(states) == 1 else dict(enumerate(states))
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Restore the result of `state_dict`, or a dictionary index -> state."""

@@ -37,18 +37,18 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.value_types import JsonObject, Nested
-from megatron.core.dist_checkpointing.records import (
-    Piece,
-    TensorRecord,
-    TensorRecords,
-)
-from megatron.core.dist_checkpointing.serialization import (
+from megatron.core.dist_checkpointing.all_ranks import (
     PendingSave,
     SaveResult,
     complete,
     conclude,
     not_written,
     write,
+)
+from megatron.core.dist_checkpointing.records import (
+    Piece,
+    TensorRecord,
+    TensorRecords,
 )
 from megatron.core.parallel.collectives import gather_json, is_so_everywhere
 from megatron.core.parallel.run_store import LOST_RANKS, RunStore

@@ -227,7 +227,7 @@ def check_written_once(key: str, entry: TensorEntry) -> None:
         raise CheckpointError(f"{key}: {wanted - written} of its {wanted} elements have no writer")
 
 
-LIBRARY = "library"  # in the layout of a sharded state dict that `state_dict_api` saved
+LIBRARY = "library"  # in the layout of a sharded state dict that `serialization` saved
 _HERE = "megatron.core.dist_checkpointing"
 FORMATS: Registry[Format] = Registry(
     "--ckpt-format",

@@ -42,6 +42,13 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.all_ranks import (
+    REPORTED,
+    SaveFailed,
+    SaveResult,
+    save,
+    save_failed,
+)
 from megatron.core.dist_checkpointing.folders import folder_name, published
 from megatron.core.dist_checkpointing.formats import SAFETENSORS_DIST, Contents, write_common_files
 from megatron.core.dist_checkpointing.manifest import (
@@ -63,13 +70,6 @@ from megatron.core.dist_checkpointing.records import (
     weights_then_state,
 )
 from megatron.core.dist_checkpointing.safetensors_file import bytes_of, dtype_name, piece_name
-from megatron.core.dist_checkpointing.serialization import (
-    REPORTED,
-    SaveFailed,
-    SaveResult,
-    save,
-    save_failed,
-)
 from megatron.core.dist_checkpointing.validation import shorten
 from megatron.core.parallel.collectives import (
     all_gather_json,

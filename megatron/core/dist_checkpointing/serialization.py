@@ -1,69 +1,70 @@
-"""Save and load over all ranks: every rank ends with the same folder, or the same error.
+"""``dist_checkpointing.save`` and ``load`` of sharded state dicts, with Megatron Core's signatures.
 
-A save is `begin` (the temporary folder), `write` (the files of a rank), a gather of the reports,
-`complete` (on rank 0: common files, then `commit.publish`), `conclude` (the verdict to all ranks).
-`write` and `complete` do not communicate and may run in the background (`background`).
+A sharded state dict is a tree of dicts and lists.  The main replica of each `ShardedTensor` and
+`ShardedObject` is saved.  All other values are *common*: equal on all ranks, and saved by rank 0.
+Files have our own format, without pickle, in which objects and common values must be tensors or
+plain values (numbers, text, lists, dicts); or format torch_dist, which Megatron Core reads.
 
-Order of collectives.  Save: gather sizes, broadcast the folder; write; gather reports, broadcast
-the verdict.  Load: gather differences, broadcast the verdict; read; gather errors, broadcast the
-verdict.  A rank that fails still takes part and reports its error, so that no other rank waits for
-it forever.
+A strategy is (format, version), or an object with a ``backend``, which names the format.
 
-On a file system that all ranks share, data-parallel ranks that read the same bytes compete for its
-bandwidth; their own network is usually faster.  With ``replica_groups`` each shard is therefore
-read once and broadcast: weights before optimizer state; of each, group by group; within a group the
-order of `assign_replicas`, one broadcast for each piece.
+Order of collectives.  Save: gather reports, broadcast the verdict.  Load: gather differences,
+broadcast the verdict; read; gather errors, broadcast the verdict.
 """
 
 from __future__ import annotations
 
-import os
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.config.value_types import JsonObject, Shape
-from megatron.core.diagnostics.fault_injection import InjectedFault, fault_point
-from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.folders import KEEP_ALL, Retention, published
+from megatron.core.config.value_types import JsonObject, Nested, StateDict
+from megatron.core.dist_checkpointing import all_ranks
+from megatron.core.dist_checkpointing.async_requests import AsyncRequest
+from megatron.core.dist_checkpointing.background import HostBuffer, copy_out
+from megatron.core.dist_checkpointing.commit import attempt_id
 from megatron.core.dist_checkpointing.formats import (
-    SAFETENSORS_DIST,
+    LIBRARY,
     Contents,
-    Format,
     RankReport,
     RankSave,
-    files_of,
-    open_reader,
+    format_of,
+)
+from megatron.core.dist_checkpointing.library_files import (
+    COMMON_TENSOR,
+    LibraryReader,
+    StateDictFormat,
 )
 from megatron.core.dist_checkpointing.manifest import (
+    FORMAT,
     MANIFEST,
-    MANIFEST_BESIDE,
+    fsync_folder,
+    read_manifest,
 )
-from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
-from megatron.core.dist_checkpointing.records import (
-    LazyPiece,
-    Piece,
-    SavePlan,
-    TensorRecord,
-    TensorRecords,
-    assign_replicas,
-    to_write,
-    weights_then_state,
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+    leaves,
 )
+from megatron.core.dist_checkpointing.reader import mismatch
+from megatron.core.dist_checkpointing.records import Replica, TensorRecord, TensorRecords
 from megatron.core.dist_checkpointing.validation import (
-    Differences,
+    StrictHandling,
     agree,
-    check_strictness,
+    parse_strict_flag,
     shorten,
 )
 from megatron.core.parallel.collectives import (
@@ -71,346 +72,373 @@ from megatron.core.parallel.collectives import (
     broadcast_json,
     error_as_json,
     gather_json,
-    on_wire,
     rank_in,
-    reason_of,
 )
+from megatron.core.registry import Registry
 
-_MAX_THREADS = 4  # concurrent reads; more threads do not raise throughput
-# Errors that a rank reports in the next collective instead of raising before it, which would leave
-# the others waiting.  torch's out-of-memory errors are RuntimeErrors.
-REPORTED = (OSError, MemoryError, RuntimeError, CheckpointError, InjectedFault)
+logger = logging.getLogger(__name__)
 
-
-class SaveFailed(CheckpointError):
-    """A rank could not save, so nothing was published; the previous checkpoint is complete."""
-
-    exit_code = 1
-
-
-@dataclass(frozen=True)
-class SaveResult:
-    """A published folder, the iterations that retention deleted, and warnings."""
-
-    folder: Path
-    iteration: int
-    deleted: Shape = ()
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingSave(RankSave):
-    """One rank's view of a save whose temporary folder exists."""
-
-    pending: commit.Pending | None  # only on rank 0
-    format: Format
-    retention: Retention
+_METADATA = "content_metadata"  # key among the common values
+Strategy: TypeAlias = Any  # (format, version), an object with a ``backend``, or None
 
 
 def save(
-    root: Path, iteration: int, contents: Contents, group: ProcessGroup | None, **options: Any
-) -> SaveResult:
-    """Publish a checkpoint of ``iteration`` in ``root``: `begin`, with its options, and `finish`.
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: Strategy = None,
+    common_strategy: Strategy = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[StateDict], StateDict] | None = None,
+    content_metadata: StateDict | None = None,
+) -> AsyncRequest | None:
+    """Write ``sharded_state_dict`` into the existing folder ``checkpoint_dir``.  Collective.
 
-    Collective.  Raises SaveFailed on every rank if any rank fails: then nothing was published.
+    Every element of every tensor needs exactly one main replica; this is always checked,
+    whatever ``validate_access_integrity`` is.  That common values are equal on all ranks is not.
+    Raises CheckpointError on every rank alike.  With ``async_sharded_save`` all values are copied,
+    and the returned request writes them.
     """
-    return finish(begin(root, iteration, contents, group, **options), group)
-
-
-def begin(
-    root: Path,
-    iteration: int,
-    contents: Contents,
-    group: ProcessGroup | None,
-    *,
-    share_work: bool = True,
-    format: Format = SAFETENSORS_DIST,
-    retention: Retention = KEEP_ALL,
-    plan: SavePlan | None = None,
-) -> PendingSave:
-    """Check free space and create the temporary folder on rank 0.  Collective over ``group``.
-
-    ``group`` spans all ranks, None is a world of one.  ``share_work``: data-parallel ranks share
-    the writing.  ``retention`` deletes older checkpoints after this one is published.  ``plan``
-    caches the assignment between saves.  Raises SaveFailed on every rank if rank 0 fails.
-    """
-    mine = to_write(contents.tensors, share_work, plan)
-    sizes = gather_json(sum(tensor.num_bytes for tensor in mine), group)
-    pending = None
-    answer = {}
-    if sizes is not None:
-        try:
-            num_bytes = format.num_copies * sum(sizes)
-            pending = commit.create_folder(root, iteration, num_bytes, commit.claim(root))
-            answer = {"folder": str(pending.folder), "attempt": pending.attempt}
-        except REPORTED as error:
-            answer = {"error": reason_of(error)}
-    answer = broadcast_json(answer, group)
-    if "error" in answer:
-        raise save_failed(root, iteration, answer["error"])
-    return PendingSave(
-        iteration=iteration,
-        folder=Path(answer["folder"]),
-        attempt=answer["attempt"],
-        rank=rank_in(group),
-        pending=pending,
-        tensors=mine,
-        contents=contents,
-        format=format,
-        retention=retention,
-    )
-
-
-def finish(begun: PendingSave, group: ProcessGroup | None) -> SaveResult:
-    """Write, publish and broadcast the verdict, synchronously.  Collective.  Raises SaveFailed."""
-    reports = gather_json(write(begun), group)
-    verdict = None if reports is None else complete(begun, reports)
-    return conclude(begun, verdict, group)
-
-
-def write(begun: PendingSave) -> JsonObject:
-    """Write this rank's files; return its `RankReport` as JSON.  Not collective."""
+    del validate_access_integrity, preprocess_common_before_consistancy_check, common_strategy
+    writer = _FORMATS[format_name(sharded_strategy)]
+    group, folder = _world(), Path(checkpoint_dir)
+    error, part = None, _Part(folder, rank_in(group))
     try:
-        fault_point("save.write", step=begun.iteration)
-        report = begun.format.write_rank_files(begun)
-        fault_point("save.written", step=begun.iteration)
-    except REPORTED as error:
-        return not_written(error)
-    return asdict(report)
-
-
-def not_written(error: BaseException) -> JsonObject:
-    """Return the result of a `write` that failed with ``error``."""
-    return asdict(RankReport(error=reason_of(error)))
-
-
-def reports_of(written: Sequence[JsonObject]) -> tuple[list[RankReport], list[str]]:
-    """Return the reports of all ranks, and the errors among them."""
-    reports = [RankReport.from_json(each) for each in written]
-    return reports, [f"rank {r}: {each.error}" for r, each in enumerate(reports) if each.error]
-
-
-def complete(begun: PendingSave, written: Sequence[JsonObject]) -> JsonObject:
-    """On rank 0: publish the folder if all ranks have written, else remove it.  Not collective.
-
-    Returns the verdict: ``error``, or else the fields of `SaveResult`.
-
-    ``written`` has the result of `write` of each rank.  Retention deletes older checkpoints only
-    after the new one and its tracker are on disk.
-    """
-    pending = begun.pending
-    assert pending is not None, "rank 0 publishes"
-    reports, errors = reports_of(written)
-    if errors:
-        return {"error": shorten([*commit.abandon(pending), *errors])}
-    try:
-        contents = begun.contents
-        more = begun.format.write_common_files(begun.folder, reports, contents.common)
-        folder = commit.publish(
-            pending,
-            contents.layout,
-            {**files_of(reports), **more},
-            write_config=contents.write_config,
-            manifest_name=MANIFEST_BESIDE if begun.format.is_foreign else MANIFEST,
-        )
-    except REPORTED as error:
-        commit.abandon(pending)
-        return {"error": f"rank 0: {reason_of(error)}"}
-    deleted, warnings = _retire(begun)
-    warnings = [*commit.report_once(pending.unreadable), *warnings]
-    return {"folder": str(folder), "deleted": deleted, "warnings": warnings}
-
-
-def _retire(begun: PendingSave) -> tuple[list[int], list[str]]:
-    """Delete older checkpoints; return their iterations, and warnings about failed deletes.
-
-    A failed delete does not fail the save: the new checkpoint is published already.
-    """
-    deleted = []
-    warnings = []
-    for found in begun.retention.select_expired(published(begun.folder.parent)):
-        try:
-            assert found.iteration is not None, "published() returns no release"
-            if commit.retire(found.folder, begun.attempt, begun.iteration):
-                deleted.append(found.iteration)
-        except REPORTED as error:
-            warnings.append(f"{found.folder} could not be deleted: {reason_of(error)}")
-    return deleted, warnings
-
-
-def conclude(
-    begun: PendingSave, verdict: JsonObject | None, group: ProcessGroup | None
-) -> SaveResult:
-    """Broadcast the result of `complete` from rank 0.  Collective.  Raises SaveFailed."""
-    verdict = broadcast_json(verdict, group)
-    assert verdict is not None
-    if "error" in verdict:
-        raise save_failed(begun.folder.parent, begun.iteration, verdict["error"])
-    return SaveResult(
-        Path(verdict["folder"]),
-        begun.iteration,
-        tuple(verdict["deleted"]),
-        tuple(verdict["warnings"]),
-    )
+        if not folder.is_dir():
+            raise CheckpointError("this folder does not exist: make it first")
+        part = part.of(sharded_state_dict, content_metadata)
+        if async_sharded_save:
+            part = part.copied()
+    except all_ranks.REPORTED as problem:
+        error = all_ranks.not_written(problem)
+    written: JsonObject = error or {}
+    write = partial(_write, part, writer, written)
+    conclude = partial(_conclude, part, writer, written, group)
+    if async_sharded_save:
+        return AsyncRequest(None if error else write, (), [conclude])
+    if error is None:
+        write()
+    conclude()
+    return None
 
 
 def load(
-    folder: Path,
-    wanted: TensorRecords,
-    group: ProcessGroup | None,
-    *,
-    strictness: str = "raise_all",
-    leave_out: tuple[str, ...] = (),
-    cast: bool = False,
-    replica_groups: Mapping[str, ProcessGroup] | None = None,
-) -> Differences:
-    """Fill the views of ``wanted`` from the checkpoint in ``folder``, saved with any layout.
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: Strategy = None,
+    common_strategy: Strategy = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+) -> StateDict | tuple[StateDict, set[str], set[str]]:
+    """Return the state dict in ``checkpoint_dir``: common values and requested sharded entries.
 
-    Collective over ``group``, which spans all ranks; None is a world of one.  Keys that begin with
-    a prefix in ``leave_out`` may be in the checkpoint unused.  ``cast`` allows another dtype.
-    ``replica_groups``: see `_fill_shared`; without them each rank reads all the bytes it needs.
-    Raises on every rank alike: CheckpointDamaged if files differ from what was written,
-    CheckpointError if tensors do not match.  After a read error, ``wanted`` is partly filled.
+    Tensors are read into the memory of the tensors in ``sharded_state_dict``, in their dtype; the
+    checkpoint may have any layout, and also be one of the application.  ``strict`` selects how
+    differing keys are handled (`StrictHandling`); its ``return_*`` modes return (state dict,
+    missing keys, unexpected keys), where missing ones are in the checkpoint alone.  Collective.
+    Raises CheckpointError on every rank alike.  Strategies and ``validate_access_integrity`` have
+    no effect: the folder tells its format, and overlapping shards may be loaded.
     """
-    check_strictness(strictness)
-    reader, plan = _plan(folder, wanted, cast)
-    stored = reader.tensors if reader is not None else ()
-    agreed = agree(folder, plan, stored, group, strictness, leave_out)
+    del validate_access_integrity, common_strategy
+    format_name(sharded_strategy)
+    group, folder, mode = _world(), Path(checkpoint_dir), parse_strict_flag(strict)
+    built: dict[int, object] = {}
+    entries = [entry for _, entry in leaves(_build(sharded_state_dict, built))]
+    asked = {_key_of(entry): entry for entry in entries if isinstance(entry, ShardedBase)}
+    records = [_to_load(entry) for entry in entries if isinstance(entry, ShardedTensor)]
+    reader, plan = _plan(folder, records, list(asked))
+    stored = set() if reader is None else {*reader.tensors, *reader.objects}
+    stored = {key for key in stored if _EXTRA_STATE not in key or key in asked}
+    # Megatron Core's default allows unused keys in the checkpoint.
+    is_default = mode is StrictHandling.ASSUME_OK_UNEXPECTED
+    how = StrictHandling.RAISE_UNEXPECTED if is_default else mode
+    differences = agree(folder, plan, stored, group, how.value, (COMMON_TENSOR,))
     assert reader is not None
     with reader:
-        fill_all = partial(_fill_shared, wanted, reader, replica_groups or {}, cast)
-        all_or_none(fill_all, folder, group)
-    return agreed
+        present = {key for key in asked if key in stored}
+
+        def read() -> tuple[StateDict, StateDict]:
+            all_ranks.fill(records, reader, cast=True)
+            objects = {
+                key: reader.object(key)
+                for key, entry in asked.items()
+                if isinstance(entry, ShardedObject) and key in present
+            }
+            return objects, reader.state()
+
+        objects, common = all_or_none(read, folder, group)
+
+    def loaded(entry: object) -> object:
+        if isinstance(entry, LocalNonpersistentObject):
+            return entry.unwrap()
+        if isinstance(entry, ShardedBase) and (key := _key_of(entry)) in present:
+            return objects[key] if isinstance(entry, ShardedObject) else entry.data
+        return _ABSENT  # common values are loaded from the checkpoint
+
+    state: StateDict = _filled(sharded_state_dict, common, loaded, built)
+    if not StrictHandling.requires_returning_mismatch_keys(mode):
+        return state
+    missing = set(differences.unused) if mode is StrictHandling.RETURN_ALL else set()
+    return state, missing, set(differences.absent) & set(asked)
 
 
-def fill(wanted: TensorRecords, reader: CheckpointReader, *, cast: bool = False) -> None:
-    """Read ``wanted`` from ``reader`` into its views, with several threads.  Not collective.
+def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
+    """Return the common values of a checkpoint: all but sharded entries.  Not collective."""
+    with open_files(checkpoint_dir) as reader:
+        return reader.state()
 
-    Raises the error of the first tensor that fails; others may or may not be filled.
+
+def load_content_metadata(
+    checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: StateDict | None = None
+) -> StateDict | None:
+    """Return the ``content_metadata`` that `save` stored, or None.  Not collective.
+
+    ``preloaded_state_dict``: what `load_common_state_dict` returned.
     """
-
-    def fill_one(tensor: TensorRecord) -> None:
-        fault_point("load.tensor")
-        if tensor.key in reader.tensors:
-            reader.load(tensor, cast=cast)
-
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    threads = max(1, min(_MAX_THREADS, _num_cpus() // max(1, ranks)))
-    with ThreadPoolExecutor(threads) as pool:
-        for part in weights_then_state(wanted):
-            largest_first = sorted(part, key=lambda tensor: -tensor.num_bytes)
-            deque(pool.map(fill_one, largest_first), maxlen=0)
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("give checkpoint_dir or preloaded_state_dict")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get(_METADATA)
 
 
-def _num_cpus() -> int:
-    """Return the number of CPUs of this process; a launcher may bind each rank to some."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def load_tensors_metadata(
+    checkpoint_dir: str | Path, sharded_strategy: Strategy = None
+) -> ShardedStateDict:
+    """Return an entry without data, of the complete tensor, for each key.  Not collective."""
+    del sharded_strategy
+    with open_files(checkpoint_dir) as reader:
+        return {
+            key: ShardedTensor.from_rank_offsets(
+                key, torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            ).without_data()
+            for key, stored in reader.tensors.items()
+            if not key.startswith(COMMON_TENSOR)
+        }
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | Path, sharded_strategy: Strategy = None, common_strategy: Strategy = None
+) -> ShardedStateDict:
+    """Return what `load_tensors_metadata` does, and an entry without data for each object."""
+    del common_strategy
+    with open_files(checkpoint_dir) as reader:
+        objects = {key: ShardedObject.empty_from_unique_key(key) for key in reader.objects}
+    return {**load_tensors_metadata(checkpoint_dir, sharded_strategy), **objects}
+
+
+def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
+    """Return the complete tensors of a checkpoint on every rank, by their keys."""
+    with open_files(checkpoint_dir) as reader:
+        keys = [key for key in reader.tensors if not key.startswith(COMMON_TENSOR)]
+        return {key: reader.read(key) for key in keys}
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
+    """Return whether the folder holds a checkpoint that `load` reads in its format."""
+    return format_of(Path(checkpoint_dir)) in (FORMAT, "torch_dist")
+
+
+def open_files(checkpoint_dir: str | Path) -> LibraryReader:
+    """Open the checkpoint in a folder under Megatron Core's keys.
+
+    Raises CheckpointError, CheckpointDamaged.
+    """
+    folder = Path(checkpoint_dir)
+    if not folder.is_dir():
+        raise CheckpointError(f"Checkpoint directory {folder} does not exist")
+    name = format_of(folder) or ""
+    manifest = read_manifest(folder) if name == FORMAT else None
+    if name == "torch_dist" or (manifest is not None and manifest.layout.get(LIBRARY)):
+        return _FORMATS[name].open(folder)
+    return _FORMATS["application"].open(folder)
+
+
+_HERE = "megatron.core.dist_checkpointing"
+_FORMATS: Registry[StateDictFormat] = Registry(
+    "--ckpt-format",
+    {
+        FORMAT: f"{_HERE}.library_files:SAFETENSORS_DIST_STATE",
+        "torch_dist": f"{_HERE}.megatron_formats.library:TORCH_DIST_STATE",
+        "application": f"{_HERE}.megatron_formats.library:OF_APPLICATION",
+    },
+)
+_ABSENT = object()  # marks an entry to remove from the state dict
+_EXTRA_STATE = "_extra_state/"  # Megatron Core's empty objects, which modules here do not have
+
+
+def format_name(strategy: Strategy) -> str:
+    """Return the format that a strategy selects.  Raises CheckpointError for an unknown one."""
+    if strategy is None:
+        return FORMAT
+    name = strategy[0] if isinstance(strategy, tuple) else getattr(strategy, "backend", strategy)
+    if name not in (FORMAT, "torch_dist"):
+        raise CheckpointError(
+            f"strategy {strategy!r} is not available: leave it out, or give one of format "
+            f"{FORMAT} or torch_dist"
+        )
+    return str(name)
+
+
+def _world() -> ProcessGroup | None:
+    """Return the group of all ranks, or None if torch.distributed is not initialized."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _key_of(entry: ShardedBase) -> str:
+    return entry.unique_key if isinstance(entry, ShardedObject) else entry.key
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank writes.  ``common`` is None on all ranks but 0."""
+
+    folder: Path
+    rank: int
+    records: TensorRecords = ()
+    objects: StateDict = field(default_factory=dict)
+    common: StateDict | None = None
+
+    def of(self, sharded_state_dict: ShardedStateDict, metadata: StateDict | None) -> _Part:
+        """Return the part of this rank.  Raises CheckpointError for an entry without data."""
+        built = _build(sharded_state_dict, {})
+        records: dict[object, TensorRecord] = {}
+        objects = {}
+        for _, entry in leaves(built):
+            if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
+                place = entry.key, entry.global_offset, str(entry.flattened_range)
+                records.setdefault(place, entry.record())  # tied weights are one tensor
+            elif isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
+                objects[entry.unique_key] = entry.data
+        common = None
+        if self.rank == 0:
+            sharded = (ShardedBase, LocalNonpersistentObject)
+            common = _filled(built, {}, lambda e: _ABSENT if isinstance(e, sharded) else e, {})
+            if metadata is not None:
+                common[_METADATA] = metadata
+        return replace(self, records=list(records.values()), objects=objects, common=common)
+
+    def copied(self) -> _Part:
+        """Return the part with copies of all values, which training does not change."""
+        return replace(
+            self,
+            records=copy_out(self.records, HostBuffer()),
+            objects=copy.deepcopy(self.objects),
+            common=copy.deepcopy(self.common),
+        )
+
+
+def _write(part: _Part, writer: StateDictFormat, written: JsonObject) -> None:
+    """Write the files of this rank; put its report, or its error, into ``written``."""
+    rank_save = RankSave(
+        folder=part.folder,
+        rank=part.rank,
+        tensors=part.records,
+        contents=Contents(tensors=()),
+        iteration=0,
+        attempt=attempt_id(),
+    )
+    try:
+        written |= asdict(writer.write_rank(rank_save, part.objects, part.common))
+    except all_ranks.REPORTED as error:
+        written |= all_ranks.not_written(error)
+
+
+def _conclude(
+    part: _Part, writer: StateDictFormat, written: JsonObject, group: ProcessGroup | None
+) -> None:
+    """Complete the folder on rank 0, or raise CheckpointError on all ranks.  Collective."""
+    if not written:
+        ran_apart = RuntimeError("the request ran in another process: run it in a thread of this")
+        written = all_ranks.not_written(ran_apart)
+    gathered = gather_json(written, group)
+    error = None
+    if gathered is not None:
+        reports, errors = all_ranks.reports_of(gathered)
+        error = shorten(errors) if errors else _complete(part, writer, reports)
+    error = broadcast_json(error, group)
+    if error:
+        raise CheckpointError(f"{part.folder} was not saved: {error}")
+
+
+def _complete(part: _Part, writer: StateDictFormat, reports: Sequence[RankReport]) -> str | None:
+    """On rank 0: write what remains.  Returns an error message, or None."""
+    assert part.common is not None, "rank 0 has the common values"
+    try:
+        if (part.folder / MANIFEST).exists():
+            logger.warning("%s holds a checkpoint, which is overwritten", part.folder)
+            (part.folder / MANIFEST).unlink()
+        writer.complete(part.folder, reports, part.common)
+        fsync_folder(part.folder)
+    except all_ranks.REPORTED as error:
+        return str(error)
+    return None
+
+
+def _to_load(entry: ShardedTensor) -> TensorRecord:
+    """Return the record that a load fills; make memory for an entry without data."""
+    entry.init_data(torch.get_default_device(), torch.zeros)
+    return replace(entry.record(), replica=Replica())
 
 
 def _plan(
-    folder: Path, wanted: TensorRecords, cast: bool
-) -> tuple[CheckpointReader | None, JsonObject]:
-    """Open the checkpoint and compare it with ``wanted``; return the report for rank 0."""
+    folder: Path, records: TensorRecords, keys: Sequence[str]
+) -> tuple[LibraryReader | None, JsonObject]:
+    """Open the checkpoint and compare it with ``records``; return the report for rank 0."""
     try:
-        reader = open_reader(folder)
+        reader = open_files(folder)
     except (CheckpointError, OSError) as error:
         return None, {"error": error_as_json(error)}
     stored = reader.tensors
-    found = (mismatch(t, stored[t.key], cast=cast) for t in wanted if t.key in stored)
-    problems = [problem for problem in found if problem]
-    keys = [t.key for t in wanted if t.replica is not None and t.replica.index == 0]
-    return reader, {"problems": problems, "wanted": keys}
+    found = (mismatch(t, stored[t.key], cast=True) for t in records if t.key in stored)
+    return reader, {"problems": [problem for problem in found if problem], "wanted": [*keys]}
 
 
-def save_failed(root: Path, iteration: int, reason: str) -> SaveFailed:
-    """Return the error of a save."""
-    return SaveFailed(
-        f"the checkpoint of iteration {iteration} was not saved in {root}: {reason}; "
-        "earlier checkpoints are complete"
-    )
+def _build(value: object, built: dict[int, object]) -> Any:
+    """Return a copy of the tree in which each factory is replaced by the tree that it builds.
 
-
-_READ_AHEAD = 4  # pieces of one rank in host memory before they are broadcast
-
-
-def _fill_shared(
-    wanted: TensorRecords,
-    reader: CheckpointReader,
-    groups: Mapping[str, ProcessGroup],
-    cast: bool,
-) -> None:
-    """Fill the views of ``wanted`` from ``reader``.
-
-    ``groups`` maps `Replica.among` to the group whose ranks hold the same pieces.  Collective over
-    every group.  Raises CheckpointError and OSError after the last collective, on the rank that
-    cannot read.
+    Those trees are added to ``built``, by the id of their factory.
     """
-    errors = []
-    active = {among: group for among, group in groups.items() if group.size() > 1}
-    for part in weights_then_state(wanted):
-        for among, group in active.items():
-            held = [t for t in part if t.key in reader.tensors and _among(t) == among]
-            errors += _broadcast(held, reader, group)
-        try:
-            fill([t for t in part if _among(t) not in active], reader, cast=cast)
-        except (CheckpointError, OSError) as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+    if isinstance(value, dict):
+        return {key: _build(entry, built) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_build(entry, built) for entry in value]
+    if isinstance(value, ShardedTensorFactory):
+        tree = _build(value.build(), built)
+        built[id(value)] = tree
+        return tree
+    return value
 
 
-def _among(tensor: TensorRecord) -> str | None:
-    return None if tensor.replica is None else tensor.replica.among
+def _filled(
+    requested: object,
+    common: Nested,
+    value_of: Callable[[object], object],
+    built: Mapping[int, object],
+) -> Nested:
+    """Return the tree ``common`` with the values of the leaves of ``requested``.
 
-
-def _broadcast(
-    tensors: TensorRecords, reader: CheckpointReader, group: ProcessGroup
-) -> list[Exception]:
-    """Read this rank's share of ``tensors`` and broadcast it; return the errors of its reads."""
-    errors: list[Exception] = []
-
-    def empty(tensor: TensorRecord, piece: Piece | LazyPiece) -> Tensor:
-        return torch.empty(piece.shape, dtype=reader.tensors[tensor.key].dtype)
-
-    def read(tensor: TensorRecord, piece: Piece | LazyPiece) -> Tensor:
-        buffer = empty(tensor, piece)
-        try:
-            fault_point("load.tensor")
-            reader.read_box(tensor.key, piece.offset, buffer)
-        except (CheckpointError, OSError) as error:
-            errors.append(error)
-        return buffer
-
-    plan = [
-        (tensor, piece, owner == group.rank(), owner)
-        for tensor, _, owner in assign_replicas(tensors)
-        for piece in tensor.pieces
-    ]
-    with ThreadPoolExecutor(_READ_AHEAD) as pool:
-        calls = [partial(read, tensor, piece) for tensor, piece, is_mine, _ in plan if is_mine]
-        buffers = _in_order(calls, pool)
-        for tensor, piece, is_mine, owner in plan:
-            buffer = next(buffers) if is_mine else empty(tensor, piece)
-            sent = on_wire(buffer.reshape(-1).view(torch.uint8), group)
-            dist.broadcast(sent, group=group, group_src=owner)
-            values = sent.view(buffer.dtype).reshape(piece.shape)
-            piece.fill(partial(_copy, values))
-    return errors
-
-
-def _copy(values: Tensor, out: Tensor) -> None:
-    with torch.no_grad():
-        out.copy_(values)
-
-
-def _in_order(calls: Sequence[Callable[[], Tensor]], pool: ThreadPoolExecutor) -> Iterator[Tensor]:
-    """Yield the results of ``calls`` in order, with up to `_READ_AHEAD` calls running ahead."""
-    running: deque[Future[Tensor]] = deque()
-    for call in calls:
-        running.append(pool.submit(call))
-        if len(running) == _READ_AHEAD:
-            yield running.popleft().result()
-    for future in running:
-        yield future.result()
+    If ``value_of`` returns `_ABSENT` for a leaf, that of ``common`` stays.  A dict without any is
+    left out; in a list None replaces it, so that the other entries keep their positions.  The
+    values for a factory are passed to its ``merge_fn``, if all are there.
+    """
+    if isinstance(requested, ShardedTensorFactory) and id(requested) in built:
+        tree = built[id(requested)]
+        if any(value_of(entry) is _ABSENT for _, entry in leaves(tree)):
+            return common
+        return requested.merge_fn(_filled(tree, _ABSENT, value_of, {}))
+    if isinstance(requested, dict):
+        have = common if isinstance(common, dict) else {}
+        values = {
+            key: _filled(entry, have.get(key, _ABSENT), value_of, built)
+            for key, entry in requested.items()
+        }
+        found = {**have, **{key: v for key, v in values.items() if v is not _ABSENT}}
+        return found if found or not requested else common
+    if isinstance(requested, list):
+        is_same = isinstance(common, list) and len(common) == len(requested)
+        pairs = zip(requested, common if is_same else [_ABSENT] * len(requested), strict=True)
+        entries = [_filled(entry, other, value_of, built) for entry, other in pairs]
+        return [None if entry is _ABSENT else entry for entry in entries]
+    value = value_of(requested)
+    return common if value is _ABSENT else value

@@ -27,6 +27,11 @@ from torch.distributed import ProcessGroup
 from megatron.core import device
 from megatron.core.config.errors import CheckpointError, NonFiniteError
 from megatron.core.diagnostics.timers import timed
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    optim_state_to_sharding_state,
+)
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.non_finite import non_finite_gradients
 from megatron.core.optimizer.clip_grads import (
@@ -449,6 +454,32 @@ class MegatronOptimizer:
         groups = [{**g, "params": [index[p] for p in g["params"]]} for g in self.param_groups]
         return {**self.scalar_state(), "optimizer": {"state": state, "param_groups": groups}}
 
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: ShardedStateDict,
+        is_loading: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Return `state_dict` with an entry for each tensor, for a run in any layout.
+
+        ``model_sharded_state_dict`` has the entries of the parameters.  Of the forms that Megatron
+        Core has for a distributed optimizer there is one, ``fully_sharded_model_space``, whatever
+        ``metadata`` says.  Raises ValueError for a parameter without an entry.
+        """
+        del is_loading, metadata
+        state = self.state_dict()
+        of_model = get_param_id_to_sharded_param_map(
+            model_sharded_state_dict, [p.model for p in self.params]
+        )
+        parts = {i: p.info.part for i, p in enumerate(self.params)}
+        optim_state_to_sharding_state(state["optimizer"], of_model, parts=parts)
+        if self.is_sharded:
+            state["param_state_sharding_type"] = "fully_sharded_model_space"
+        for group in state["optimizer"]["param_groups"]:
+            group["step"] = state["step"]
+        state["optimizer"]["state"]["common_step"] = torch.tensor(float(state["step"]))
+        return state
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore `state_dict`; groups keep this run's hyperparameters, not the saved ones.
@@ -470,7 +501,11 @@ class MegatronOptimizer:
                     raise CheckpointError(f"the checkpoint's optimizer state has no entry {key!r}")
                 values = torch.as_tensor(saved["state"][i][key])
                 kept.copy_(values) if isinstance(kept, Tensor) else kept.write(values)
-        self.load_scalar_state(state_dict)
+        # Megatron Core has the number of steps in the state or in each group.
+        known = [saved["state"].get("common_step"), *(g.get("step") for g in saved["param_groups"])]
+        steps = [state_dict.get("step"), *known]
+        step = next((float(step) for step in steps if step is not None), 0.0)
+        self.load_scalar_state({**state_dict, "step": step})
 
     def drop_gradients(self) -> None:
         """Drop ``main.grad``, which aliases the gradient buffer.

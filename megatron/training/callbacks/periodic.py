@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron.core import device
-from megatron.core.dist_checkpointing.serialization import SaveFailed
+from megatron.core.dist_checkpointing.all_ranks import SaveFailed
 from megatron.training.checkpointing.paths import checkpoint_folder
 from megatron.training.fault_tolerance import sections
 from megatron.training.process.rank_print import print_rank_0

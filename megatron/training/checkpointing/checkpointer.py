@@ -10,6 +10,7 @@ from typing import Literal, cast
 
 from megatron.core.config.value_types import Arguments
 from megatron.core.diagnostics.fault_injection import fault_point
+from megatron.core.dist_checkpointing.all_ranks import PendingSave, SaveFailed, SaveResult
 from megatron.core.dist_checkpointing.background import (
     BackgroundSave,
     HostBuffer,
@@ -18,7 +19,6 @@ from megatron.core.dist_checkpointing.background import (
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
 from megatron.core.dist_checkpointing.records import SavePlan
-from megatron.core.dist_checkpointing.serialization import PendingSave, SaveFailed, SaveResult
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.peft.lora import store_base

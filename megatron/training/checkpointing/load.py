@@ -3,7 +3,7 @@
 A reward model (--reward-model) may begin with the weights of a language model.
 
 Order of collectives: rank 0 chooses the folder and reads its contents besides tensors (broadcast);
-`serialization.load`; the random states of each rank (gather, broadcast, reduce).  Every rank ends
+`all_ranks.load`; the random states of each rank (gather, broadcast, reduce).  Every rank ends
 with the same result or the same error.
 """
 
@@ -19,6 +19,7 @@ import torch
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.config.value_types import JsonObject
+from megatron.core.dist_checkpointing.all_ranks import load
 from megatron.core.dist_checkpointing.folders import RELEASE
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.local import (
@@ -33,7 +34,6 @@ from megatron.core.dist_checkpointing.records import (
     TensorRecords,
     replica_groups,
 )
-from megatron.core.dist_checkpointing.serialization import load
 from megatron.core.parallel.collectives import (
     all_or_none,
     broadcast_json,

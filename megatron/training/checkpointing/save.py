@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from megatron.core.config.value_types import Arguments, JsonObject
+from megatron.core.dist_checkpointing.all_ranks import PendingSave, SaveResult, begin, finish
 from megatron.core.dist_checkpointing.folders import Retention
 from megatron.core.dist_checkpointing.formats import FORMATS, Contents
 from megatron.core.dist_checkpointing.local import save_local
 from megatron.core.dist_checkpointing.manifest import RERUN_STATE, RNG_STATE
 from megatron.core.dist_checkpointing.plain_values import plain
 from megatron.core.dist_checkpointing.records import SavePlan, TensorRecord, to_write
-from megatron.core.dist_checkpointing.serialization import PendingSave, SaveResult, begin, finish
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing.base_model import of_adapters
 from megatron.training.checkpointing.checkpoint_tensors import (

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
+from megatron.core.dist_checkpointing.all_ranks import begin, complete, conclude, write
 from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.formats import FORMATS, Contents
 from megatron.core.dist_checkpointing.hashing import hash_here
@@ -24,7 +25,6 @@ from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabular
 from megatron.core.dist_checkpointing.plain_values import plain
 from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX, LazyPiece, TensorRecord
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.dist_checkpointing.serialization import begin, complete, conclude, write
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.checkpointing.base_model import (

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.all_ranks import load, save
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
 from megatron.core.dist_checkpointing.formats import FORMATS, Contents, open_reader
 from megatron.core.dist_checkpointing.local import find_local, load_local, part_root
@@ -33,7 +34,6 @@ from megatron.core.dist_checkpointing.manifest import (
     write_manifest,
 )
 from megatron.core.dist_checkpointing.records import ParamInfo, TensorRecord, from_param
-from megatron.core.dist_checkpointing.serialization import load, save
 from megatron.training.checkpointing.checkpoint_tensors import rng_state
 from megatron.training.checkpointing.paths import check_common, check_rank_state
 from tests.support.file_fuzz.mutations import (

@@ -14,10 +14,10 @@ import torch
 
 import megatron
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
+from megatron.core.dist_checkpointing.all_ranks import SaveFailed
 from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.plain_values import plain
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.core.tensor_parallel.random import get_rng_tracker, model_parallel_seed
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint

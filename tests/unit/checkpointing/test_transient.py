@@ -7,12 +7,12 @@ import os
 import pytest
 
 from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.all_ranks import SaveFailed
+from megatron.core.dist_checkpointing.all_ranks import save as publish
 from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.formats import Contents
 from megatron.core.dist_checkpointing.local import find_local, part_root, part_roots
 from megatron.core.dist_checkpointing.manifest import SAVE
-from megatron.core.dist_checkpointing.serialization import SaveFailed
-from megatron.core.dist_checkpointing.serialization import save as publish
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.non_persistent import SUBFOLDER, transient
 from megatron.training.checkpointing.save import save_run

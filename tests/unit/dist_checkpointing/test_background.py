@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device
-from megatron.core.dist_checkpointing import background, commit, records, serialization
+from megatron.core.dist_checkpointing import all_ranks, background, commit, records
+from megatron.core.dist_checkpointing.all_ranks import SaveFailed
 from megatron.core.dist_checkpointing.background import (
     BackgroundSave,
     HostBuffer,
@@ -27,7 +28,6 @@ from megatron.core.dist_checkpointing.formats import SAFETENSORS_DIST, Contents
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.records import assign_replicas, from_param, to_write
-from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.params.param_info import ParamInfo
 from megatron.training.checkpointing.checkpointer import Checkpointer
@@ -69,7 +69,7 @@ def one_attempt(monkeypatch):
 def test_files_written_while_training_goes_on_are_those_of_a_save_at_once(tmp_path, one_attempt):
     """Byte for byte, manifest included, though the tensors changed before anything was written."""
     made, _ = contents(3)
-    at_once = serialization.save(tmp_path / "at_once", 1, made, None).folder
+    at_once = all_ranks.save(tmp_path / "at_once", 1, made, None).folder
     made, live = contents(3)
     gate = threading.Event()
 
@@ -78,7 +78,7 @@ def test_files_written_while_training_goes_on_are_those_of_a_save_at_once(tmp_pa
         return SAFETENSORS_DIST.write_rank_files(*args, **kwargs)
 
     held_up = replace(SAFETENSORS_DIST, write_rank_files=write_when_open)
-    begun = serialization.begin(tmp_path / "later", 1, made, None, format=held_up)
+    begun = all_ranks.begin(tmp_path / "later", 1, made, None, format=held_up)
     saving = BackgroundSave(begun, HostBuffer(), None)
     saving.wait_for_copies()
     for tensor in live:
@@ -111,7 +111,7 @@ def test_buffers_and_values_are_copied_at_once_and_weights_before_an_update(tmp_
 
     monkeypatch.setattr(background, "snapshot", copy_when_open)
     made = Contents(tensors=tensors, common={"iteration": 1})
-    saving = BackgroundSave(serialization.begin(tmp_path, 1, made, None), HostBuffer(), None)
+    saving = BackgroundSave(all_ranks.begin(tmp_path, 1, made, None), HostBuffer(), None)
     counts.zero_()
     made.common["iteration"] = 2
     steps = []
@@ -144,7 +144,7 @@ def test_no_memory_for_the_copies_fails_the_save_and_nothing_else(tmp_path, monk
         raise RuntimeError("not enough memory: you tried to allocate 9 bytes")
 
     monkeypatch.setattr(device, "host_memory", no_memory)
-    begun = serialization.begin(tmp_path, 1, contents(3)[0], None)
+    begun = all_ranks.begin(tmp_path, 1, contents(3)[0], None)
     with pytest.raises(SaveFailed, match="rank 0: not enough memory"):
         BackgroundSave(begun, HostBuffer(), None).wait()
     assert not names_in(tmp_path)
@@ -193,7 +193,7 @@ def test_blocks_of_a_snapshot_are_small_or_hold_one_tensor(monkeypatch):
 
 def test_ranks_that_no_longer_meet_finish_a_save_or_say_why_not(tmp_path):
     pending = [
-        BackgroundSave(serialization.begin(tmp_path, i, contents(3)[0], None), HostBuffer(), None)
+        BackgroundSave(all_ranks.begin(tmp_path, i, contents(3)[0], None), HostBuffer(), None)
         for i in (1, 2)
     ]
     store = run_store()
@@ -226,7 +226,7 @@ def test_ranks_wait_for_one_that_says_that_it_still_writes(tmp_path, monkeypatch
 
     store = RunStore(CountingStore(), b"secret")
     slow = replace(SAFETENSORS_DIST, write_rank_files=write_when_open)
-    begun = serialization.begin(tmp_path, 1, contents(3)[0], None, format=slow)
+    begun = all_ranks.begin(tmp_path, 1, contents(3)[0], None, format=slow)
     pending = BackgroundSave(begun, HostBuffer(), None)
     found = []
     waiting = threading.Thread(
@@ -251,7 +251,7 @@ def test_a_plan_is_computed_again_only_for_another_structure(tmp_path):
     fewer = replace(made, tensors=made.tensors[:-1])
     for iteration, chosen in enumerate((made, made, fewer, made), 1):
         with mock.patch.object(records, "assign_replicas", counting):
-            begun = serialization.begin(tmp_path, iteration, chosen, None, plan=plan)
+            begun = all_ranks.begin(tmp_path, iteration, chosen, None, plan=plan)
         assert begun.tensors == to_write(chosen.tensors)
     assert planned == [len(made.tensors), len(fewer.tensors), len(made.tensors)]
 
@@ -268,7 +268,7 @@ def no_collections():
 def test_a_finished_save_is_freed_without_the_garbage_collector(tmp_path, no_collections):
     """Else each save keeps its copies and its file contents until the next full collection."""
     made, _ = contents(3)
-    saving = BackgroundSave(serialization.begin(tmp_path, 1, made, None), HostBuffer(), None)
+    saving = BackgroundSave(all_ranks.begin(tmp_path, 1, made, None), HostBuffer(), None)
     saving.wait()
     freed = [weakref.ref(saving), weakref.ref(saving._begun)]
     del saving

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing import commit, serialization
+from megatron.core.dist_checkpointing import all_ranks, commit
+from megatron.core.dist_checkpointing.all_ranks import SaveFailed, begin, fill, load, save
 from megatron.core.dist_checkpointing.folders import (
     TRACKER,
     Retention,
@@ -29,7 +30,6 @@ from megatron.core.dist_checkpointing.folders import (
 from megatron.core.dist_checkpointing.formats import FORMATS, Contents
 from megatron.core.dist_checkpointing.manifest import FileEntry
 from megatron.core.dist_checkpointing.records import ParamInfo, from_param
-from megatron.core.dist_checkpointing.serialization import SaveFailed, begin, fill, load, save
 from tests.support.tiny_checkpoint import names_in, publish_model, read_all
 
 NUM_KILLS = 30
@@ -333,7 +333,7 @@ def test_the_ranks_of_a_node_share_its_cpus(monkeypatch, num_ranks, num_threads)
             pools.append(size)
             super().__init__(size)
 
-    monkeypatch.setattr(serialization, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(all_ranks, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
     fill([], SimpleNamespace(tensors={}))

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
+from megatron.core.dist_checkpointing.all_ranks import save
 from megatron.core.dist_checkpointing.formats import FORMATS, open_reader
 from megatron.core.dist_checkpointing.manifest import (
     INDEX,
@@ -28,7 +29,6 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
-from megatron.core.dist_checkpointing.serialization import save
 from tests.support.ranks import run_ranks
 from tests.support.reference_checkpoints import ITERATION, unpack
 from tests.support.runs import TINY, train_gpt

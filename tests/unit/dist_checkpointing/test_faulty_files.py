@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.all_ranks import SaveFailed, begin, save
 from megatron.core.dist_checkpointing.background import BackgroundSave, HostBuffer
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
 from megatron.core.dist_checkpointing.formats import FORMATS, Contents, open_reader
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.records import from_param
-from megatron.core.dist_checkpointing.serialization import SaveFailed, begin, save
 from megatron.core.params.param_info import ParamInfo
 from tests.support import selection
 from tests.support.faulty_files import FaultyFiles

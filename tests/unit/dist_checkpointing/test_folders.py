@@ -11,6 +11,7 @@ import pytest
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.all_ranks import save
 from megatron.core.dist_checkpointing.folders import (
     TRACKER,
     Retention,
@@ -20,7 +21,6 @@ from megatron.core.dist_checkpointing.folders import (
 )
 from megatron.core.dist_checkpointing.formats import Contents
 from megatron.core.dist_checkpointing.manifest import _checksum
-from megatron.core.dist_checkpointing.serialization import save
 from tests.support.tiny_checkpoint import names_in, publish_model
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
+from megatron.core.dist_checkpointing.all_ranks import save
 from megatron.core.dist_checkpointing.formats import Contents, open_reader
 from megatron.core.dist_checkpointing.manifest import (
     COMMON,
@@ -25,7 +26,6 @@ from megatron.core.dist_checkpointing.manifest import (
     write_manifest,
 )
 from megatron.core.dist_checkpointing.records import ParamInfo, from_param
-from megatron.core.dist_checkpointing.serialization import save
 from megatron.core.text_files import parse_yaml
 from megatron.training.checkpointing.checkpoint_tensors import rng_state
 from megatron.training.checkpointing.paths import check_common, check_rank_state

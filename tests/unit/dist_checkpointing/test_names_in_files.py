@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.config.errors import CheckpointDamaged
+from megatron.core.dist_checkpointing.all_ranks import save
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.manifest import FileEntry, read_manifest, write_manifest
 from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import write_metadata
@@ -14,7 +15,6 @@ from megatron.core.dist_checkpointing.megatron_formats.torch_dist import (
     _fill_placeholders,
     _insert_placeholders,
 )
-from megatron.core.dist_checkpointing.serialization import save
 from tests.unit.dist_checkpointing.test_faulty_files import contents as contents
 
 NAMES = ("../../../../etc/passwd", "/etc/passwd", "..", "", "a/../../b")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.errors import CheckpointDamaged
+from megatron.core.dist_checkpointing.all_ranks import save
 from megatron.core.dist_checkpointing.folders import (
     KEEP_ALL,
     TRACKER,
@@ -17,7 +18,6 @@ from megatron.core.dist_checkpointing.folders import (
 )
 from megatron.core.dist_checkpointing.formats import Contents
 from megatron.core.dist_checkpointing.manifest import MANIFEST
-from megatron.core.dist_checkpointing.serialization import save
 from tests.support.tiny_checkpoint import names_in
 
 
