@@ -14,6 +14,15 @@ class ModelType(enum.Enum):
     retro_decoder = 4
 
 
+class Fp8Recipe(str, enum.Enum):
+    """Values of --fp8-recipe."""
+
+    delayed = "delayed"
+    tensorwise = "tensorwise"
+    mxfp8 = "mxfp8"
+    blockwise = "blockwise"
+
+
 class AttnBackend(enum.Enum):
     """Implementation of core attention."""
 

@@ -187,10 +187,11 @@ class ModelParallelConfig(_LibraryFields):
         flag="--decoder-last-pipeline-num-layers",
         dest="decoder_last_pipeline_num_layers",
     )
-    pipeline_model_parallel_layout: str | None = _distributed(
+    pipeline_model_parallel_layout: Any = _distributed(
         None,
         "Layers of each pipeline stage, such as Et*3|t*4|t*3L: E embedding, t transformer "
         "layer, m MTP layer, L loss.",
+        parse=str,
     )
     pipeline_split: str = _distributed(
         "even",

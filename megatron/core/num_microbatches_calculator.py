@@ -112,6 +112,16 @@ class NumMicroBatchesCalculator:
         """Return the number of micro-batches per data-parallel rank after ``consumed_samples``."""
         return self.global_batch_size(consumed_samples) // self.samples_per_microbatch
 
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches of the next step, if the calculator is installed."""
+        return self.num_microbatches(_consumed_samples())
+
+    @property
+    def current_global_batch_size(self) -> int:
+        """Nominal global batch size of the next step, if the calculator is installed."""
+        return self.nominal_batch_size(_consumed_samples())
+
     def train_iters(self, train_samples: int, consumed_samples: int = 0) -> int:
         """Return the number of complete batches left until ``train_samples``."""
         consumed, iterations = consumed_samples, 0
@@ -175,9 +185,9 @@ class NumMicroBatchesCalculator:
 
 # -- Megatron's API: functions of the installed calculator ------------------------------------
 
-_calculator: NumMicroBatchesCalculator | None = None
+_GLOBAL_NUM_MICROBATCHES_CALCULATOR: NumMicroBatchesCalculator | None = None
 _consumed_samples: Callable[[], int] = int  # int() is 0
-each_rank_owns(__name__, "_calculator", "_consumed_samples")
+each_rank_owns(__name__, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", "_consumed_samples")
 
 
 def init_num_microbatches_calculator(*sizes: Any, **named: Any) -> None:
@@ -185,7 +195,7 @@ def init_num_microbatches_calculator(*sizes: Any, **named: Any) -> None:
 
     Raises RuntimeError if one is installed already.
     """
-    if _calculator is not None:
+    if _GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
         raise RuntimeError("a microbatch calculator exists: use reconfigure or destroy first")
     reconfigure_num_microbatches_calculator(*sizes, **named)
 
@@ -219,14 +229,14 @@ def install_num_microbatches_calculator(
     calculator: NumMicroBatchesCalculator, consumed_samples: Callable[[], int] = int
 ) -> None:
     """Install ``calculator``; the functions below evaluate it at ``consumed_samples()``."""
-    global _calculator, _consumed_samples
-    _calculator, _consumed_samples = calculator, consumed_samples
+    global _GLOBAL_NUM_MICROBATCHES_CALCULATOR, _consumed_samples
+    _GLOBAL_NUM_MICROBATCHES_CALCULATOR, _consumed_samples = calculator, consumed_samples
 
 
 def destroy_num_microbatches_calculator() -> None:
     """Uninstall the calculator."""
-    global _calculator, _consumed_samples
-    _calculator, _consumed_samples = None, int
+    global _GLOBAL_NUM_MICROBATCHES_CALCULATOR, _consumed_samples
+    _GLOBAL_NUM_MICROBATCHES_CALCULATOR, _consumed_samples = None, int
 
 
 unset_num_microbatches_calculator = destroy_num_microbatches_calculator
@@ -247,9 +257,9 @@ def update_num_microbatches(
 
 
 def _installed() -> NumMicroBatchesCalculator:
-    if _calculator is None:
+    if _GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
         raise RuntimeError("no microbatch calculator: init_num_microbatches_calculator() first")
-    return _calculator
+    return _GLOBAL_NUM_MICROBATCHES_CALCULATOR
 
 
 def get_num_microbatches() -> int:

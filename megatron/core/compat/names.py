@@ -4,22 +4,36 @@ from megatron.core.compat.import_paths import PathTable
 
 NAMES: PathTable = {
     # -- Configuration, data and helpers
-    "core": {"core.distributed": "DistributedDataParallel"},
-    "core.config": {},
-    "core.datasets.megatron_tokenizer": {},
-    "core.datasets.retro.config": {},
-    "core.datasets.retro.query.multi_split_gpt_dataset": {},
-    "core.datasets.retro.query.retro_dataset": {},
-    "core.energy_monitor": {},
-    "core.enums": {},
-    "core.fp8_utils": {},
-    "core.full_cuda_graph": {},
-    "core.jit": {},
-    "core.msc_utils": {},
-    "core.num_microbatches_calculator": {},
-    "core.package_info": {},
-    "core.quantization.quant_config": {},
-    "core.quantization.utils": {},
+    "core": {"core.distributed": "DistributedDataParallel", "core.compat.config": "__version__"},
+    "core.config": {"core.compat.config": "set_experimental_flag is_experimental_enabled"},
+    "core.datasets.megatron_tokenizer": {
+        "training.tokenizer.base": "MegatronTokenizer MegatronLegacyTokenizer=MegatronTokenizer"
+    },
+    "core.energy_monitor": {"core.compat.config": "EnergyMonitor"},
+    "core.fp4_utils": {"core.compat.config": "get_fp4_context"},
+    "core.fp8_utils": {
+        "core.compat.config": (
+            "FP8_TENSOR_CLASS HAVE_TE_FP8_TENSOR_CLASS "
+            "get_fp8_context correct_amax_history_if_needed"
+        )
+    },
+    "core.full_cuda_graph": {"core.compat.config": "FullCudaGraphWrapper"},
+    "core.jit": {"core.compat.config": "jit_fuser disable_jit_fuser"},
+    "core.msc_utils": {"core.compat.config": "MultiStorageClientFeature open_file"},
+    "core.num_microbatches_calculator": {
+        "core.num_microbatches_calculator": (
+            "ConstantNumMicroBatchesCalculator=NumMicroBatchesCalculator"
+        )
+    },
+    "core.package_info": {"core.compat.config": "__version__"},
+    "core.quantization.quant_config": {
+        "core.compat.config": "GlobMatcher Matcher MatchContext QuantizationConfig RecipeConfig"
+    },
+    "core.quantization.utils": {
+        "core.compat.config": (
+            "get_quant_config_or_none load_quantization_recipe kitchen_quantization_recipe_config"
+        )
+    },
     # -- Checkpoints
     "core.dist_checkpointing": {
         "core.compat.checkpoint": "remove_sharded_tensors",
@@ -193,16 +207,13 @@ NAMES: PathTable = {
     "core.transformer.attention": {},
     "core.transformer.cuda_graphs": {},
     "core.transformer.custom_layers.transformer_engine": {},
-    "core.transformer.heterogeneous.heterogeneous_config": {},
     "core.transformer.mlp": {},
     "core.transformer.module": {},
     "core.transformer.multi_latent_attention": {},
     "core.transformer.multi_token_prediction": {},
-    "core.transformer.pipeline_parallel_layer_layout": {},
     "core.transformer.torch_layer_norm": {},
     "core.transformer.torch_norm": {},
     "core.transformer.transformer_block": {},
-    "core.transformer.transformer_config": {},
     "core.transformer.transformer_layer": {},
     # -- Experts, fusions and state-space layers
     "core.fusions.fused_bias_dropout": {
@@ -275,5 +286,7 @@ NAMES: PathTable = {
     "core.tensor_parallel.mappings": {},
     "core.tensor_parallel.random": {},
     "core.tensor_parallel.utils": {},
-    "core.utils": {},
+    "core.utils": {
+        "core.compat.config": "ExperimentalNotEnabledError experimental_cls experimental_fn",
+    },
 }

@@ -26,7 +26,7 @@ _BECOMES_MASK, _BECOMES_RANDOM = 0.8, 0.1  # shares of masked tokens; the rest i
 class BERTMaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
     """Settings of a masked dataset, and whether samples are pairs of segments."""
 
-    classification_head: bool  # samples are pairs; the model predicts their order
+    classification_head: bool | None = None  # samples are pairs; the model predicts their order
 
 
 class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):

@@ -385,6 +385,17 @@ class MockGPTDataset(SyntheticDataset, GPTDataset):
 
     _MEAN_DOCUMENT_LENGTH = 256
 
+    def __init__(
+        self,
+        dataset: Any,
+        dataset_path: str | None,
+        indices: Any,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         empty = np.empty(0, np.int32)
         return empty, empty, empty

@@ -97,8 +97,10 @@ class IndexedDataset:
         multimodal: bool = False,
         mmap: bool = True,
         object_storage_config: ObjectStorageConfig | None = None,
+        s3_config: ObjectStorageConfig | None = None,  # Megatron Core's former name of it
         verify_data: bool = False,
     ) -> None:
+        object_storage_config = object_storage_config or s3_config
         self.path_prefix = path_prefix
         self.multimodal = multimodal
         self.mmap = mmap
@@ -129,8 +131,8 @@ class IndexedDataset:
             warn_once(f"--verify-data: {path_prefix} has no checksums: {cure}", logging.INFO)
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[object, ...]]:
-        rest = self.multimodal, self.mmap, self.object_storage_config, self.verify_data
-        return type(self), (self.path_prefix, *rest)
+        rest = self.multimodal, self.mmap, self.object_storage_config
+        return type(self), (self.path_prefix, *rest, None, self.verify_data)
 
     def __len__(self) -> int:
         return len(self.index)

@@ -27,11 +27,11 @@ from megatron.core.datasets.megatron_dataset import Sample
 class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
     """Settings of a masked dataset (``sequence_length``: the encoder's) and the decoder length."""
 
-    sequence_length_decoder: int
+    sequence_length_decoder: int = None  # type: ignore[assignment]  # required, as in Megatron Core
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sequence_length_decoder < 3:
+        if (self.sequence_length_decoder or 0) < 3:
             raise ConfigError(
                 f"--decoder-seq-length {self.sequence_length_decoder} is too short for a sentinel, "
                 "a token and the end: give more"

@@ -7,7 +7,6 @@ one stage.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
@@ -15,16 +14,12 @@ from itertools import accumulate
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.config.parse import unquoted
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.pipeline_parallel.plan import placement_of
+from megatron.core.transformer.pipeline_parallel_layer_layout import LAYOUT, parse_layout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-LAYOUT = "--pipeline-model-parallel-layout"
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-# A backslash before a letter or bar is a shell escape that a script passed on.
-_TOKENS = re.compile(r"\*(?P<times>\d{1,4})|\\*(?P<item>[EtmL|()])|[,\s]+|(?P<other>.)", re.DOTALL)
-_LONGEST = 65536  # letters, to bound the memory of nested repetitions; real layouts are far shorter
 
 
 def layer_range(
@@ -218,42 +213,6 @@ def _even_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
             f"{uneven[0]} layers of a pipeline rank cannot be split evenly over its {num_chunks} "
             f"virtual stages: change the number of stages, or use --pipeline-split auto"
         )
-
-
-# ---- strings -------------------------------------------------------------------------------
-
-
-def parse_layout(text: str) -> list[str]:
-    """Return the contents of each virtual stage, such as ["Ett", "ttL"] for "Et*2|t*2L".
-
-    E is the embedding, t a layer, m a multi-token prediction layer, L the loss; | ends a stage, *n
-    repeats the letter or the parenthesised group before it.  Commas, blanks, quotes around the
-    string and backslashes before its letters and bars are ignored.
-
-    Raises ConfigError if the string cannot be parsed.
-    """
-    nested: list[list[str]] = [[]]
-    for token in _TOKENS.finditer(unquoted(text)):
-        item, times = token["item"], token["times"]
-        if item == "(":
-            nested.append([])
-        elif item == ")" and len(nested) > 1:
-            group = "".join(nested.pop())
-            nested[-1].append(group)
-        elif times and nested[-1]:
-            if len(nested[-1][-1]) * int(times) > _LONGEST:
-                raise ConfigError(f"{LAYOUT} {text}: more than {_LONGEST} letters")
-            nested[-1][-1] *= int(times)
-        elif item and item != ")":
-            nested[-1].append(item)
-        elif item or times or token["other"]:
-            raise ConfigError(
-                f"{LAYOUT} {text}: {token[0]!r} is wrong at this place: write the letters E t m L, "
-                "a | between stages, and *n behind a letter or a group in ( )"
-            )
-    if len(nested) > 1:
-        raise ConfigError(f"{LAYOUT} {text}: a ( without its )")
-    return "".join(nested[0]).split("|")
 
 
 def _string_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:

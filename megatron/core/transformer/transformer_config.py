@@ -27,6 +27,7 @@ from megatron.core.transformer.config.execution import (
 )
 from megatron.core.transformer.config.moe import MoEConfig
 from megatron.core.transformer.config.precision import PrecisionConfig
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 _DERIVED: Any = None
 _FP8_PATH = "this fp8 path is not available in this program; use fp8 and fp8_recipe"
@@ -129,6 +130,10 @@ class TransformerConfig(
             self.attention_softmax_in_fp32 = True
         if self.mtp_loss_scaling_factor is None:
             self.mtp_loss_scaling_factor = 0.1
+        layout = self.pipeline_model_parallel_layout
+        if layout is not None and not isinstance(layout, PipelineParallelLayerLayout):
+            ranks = self.pipeline_model_parallel_size
+            self.pipeline_model_parallel_layout = PipelineParallelLayerLayout(layout, ranks)
         parts = 1 if self.is_hybrid_model else 2  # sublayers per layer that add to the residual
         in_residual = self.init_method_std / math.sqrt(parts * max(self.num_layers, 1))
         std = self.embedding_init_method_std

@@ -24,7 +24,7 @@ from megatron.core.enums import AttnBackend
 from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS
-from megatron.core.transformer.layer_layout import parse_layout
+from megatron.core.transformer.pipeline_parallel_layer_layout import parse_layout
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.preference import reads_conversations
 from megatron.training.config.run import data_parallel_size

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import chain
 from typing import Any
 
 import pytest
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.transformer.layer_layout import layer_range, layer_ranges, parse_layout
+from megatron.core.enums import LayerType
+from megatron.core.parallel import parallel_state
+from megatron.core.transformer.layer_layout import layer_range, layer_ranges
+from megatron.core.transformer.pipeline_parallel_layer_layout import (
+    PipelineParallelLayerLayout,
+    parse_layout,
+)
 from tests.support.one_process import tiny_config
 
 
@@ -125,3 +132,20 @@ def test_layers_that_cannot_be_dealt_out_are_an_error() -> None:
         stages(2, num_layers=5)
     with pytest.raises(ConfigError, match="3 layers of a pipeline rank .* 2 virtual stages"):
         stages(2, num_layers=6, virtual_pipeline_model_parallel_size=2)
+
+
+def test_a_layout_is_a_text_or_a_list_and_answers_for_this_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
+    stages = [["embedding", "decoder"], [LayerType.decoder] * 2, [], ["decoder", "mtp", "loss"]]
+    layout = PipelineParallelLayerLayout(stages, 2)
+    assert layout == "Et|tt||tmL"
+    assert copy.deepcopy(layout).layout == [[layout.stages[0], []], layout.stages[1::2]]
+    assert (layout.virtual_pipeline_model_parallel_size, len(layout.flatten_layout)) == (2, 7)
+    assert (layout.get_layer_offset(), layout.get_layer_offset(vp_stage=1)) == (1, 3)
+    assert layout.get_layer_id_list(vp_stage=0) == [1, 2]
+    assert layout.get_num_layers_to_build(LayerType.mtp, vp_stage=1) == 1
+    assert PipelineParallelLayerLayout.get_num_stages_from_str("Et*3|tL") == 2
+    with pytest.raises(ValueError, match="unknown: use embedding, decoder, mtp, loss"):
+        PipelineParallelLayerLayout([["unknown"]], 1)

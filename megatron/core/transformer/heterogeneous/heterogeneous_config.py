@@ -8,7 +8,7 @@ rest is ignored.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def layer_shapes(config: TransformerConfig) -> tuple[LayerShape, ...] | None:
     """
     text = config.heterogeneous_layers_config_encoded_json
     path = config.heterogeneous_layers_config_path
-    if not text and path is None:
+    if not text and not path:
         return None
     try:
         found: Any = json.loads(text or Path(path or "").read_text(encoding="utf-8"))
@@ -111,3 +111,35 @@ def width_of(ffn_mult: float, hidden_size: int) -> int:
     """Return the MLP width: 2/3 of ``ffn_mult * hidden_size``, rounded up to a multiple of 256."""
     width = int(2 * ffn_mult * hidden_size / 3)
     return -(-width // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+
+
+@dataclass(kw_only=True)
+class HeterogeneousTransformerConfig(TransformerConfig):
+    """Configuration of layers of different shapes.
+
+    The JSON becomes a part of it, so that checkpoints contain it.
+    """
+
+    heterogeneous_layers_config_path: str | None = ""
+    heterogeneous_layers_config_encoded_json: str | None = ""
+
+    def derive(self) -> None:
+        """Read the file of the layers."""
+        super().derive()
+        self.heterogeneous_block_specs = True
+        path = self.heterogeneous_layers_config_path
+        if path and not self.heterogeneous_layers_config_encoded_json:
+            self.heterogeneous_layers_config_encoded_json = Path(path).read_text(encoding="utf-8")
+
+    @property
+    def per_block_parameters(self) -> tuple[LayerShape, ...]:
+        """Shape of each layer.  Raises ConfigError if the JSON does not describe this model."""
+        return layer_shapes(self) or ()
+
+    def get_config_for_layer(self, layer_number: int) -> TransformerConfig:
+        """Return the config of layer ``layer_number`` (from 1), with the width of its MLP."""
+        shapes = self.per_block_parameters
+        if not 1 <= layer_number <= len(shapes):
+            raise ValueError(f"layer number {layer_number} is not between 1 and {len(shapes)}")
+        width = shapes[layer_number - 1].ffn_hidden_size
+        return self if width is None else replace(self, ffn_hidden_size=width)
