@@ -52,7 +52,7 @@ def _train(rank: int, world_size: int, root: str) -> None:
     args = validate_args(parse_args())
     set_global_variables(args)
     assert get_args() is args
-    with pytest.raises(RuntimeError, match="model parallel"):
+    with pytest.raises(AssertionError, match="model parallel"):
         get_tokenizer()
     parallel_state.initialize_model_parallel()
     args.own_name = "of the program"

@@ -30,6 +30,7 @@ class DataParallelBase(nn.Module, ABC):
         groups: ProcessGroupCollection,
     ) -> None:
         super().__init__()
+        ddp_config.check()  # fields may have been assigned since it was made
         self.config = config
         self.ddp_config = ddp_config
         self.module = module

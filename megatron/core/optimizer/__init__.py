@@ -51,6 +51,7 @@ def get_megatron_optimizer(
     have weight decay.  `make_param_groups` defines ``config_overrides``.  --loss-scale makes a
     constant loss scale, fp16 parameters a dynamic one.
     """
+    config.check()  # fields may have been assigned since it was made
     if default_skip_embedding_weight_decay and no_weight_decay_cond is None:
         no_weight_decay_cond = no_weight_decay_on_embeddings
     scaler: GradScaler | None = None
