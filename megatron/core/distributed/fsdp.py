@@ -161,6 +161,9 @@ class FullyShardedDataParallel(DataParallelBase):
     def start_grad_sync(self, *_: object) -> None:
         """Do nothing: the backward pass itself reduces the gradients of every unit."""
 
+    def stop_communication(self) -> None:
+        """Do nothing: no collective outlives the pass that started it."""
+
     def finish_grad_sync(self) -> None:
         # One device-to-host copy for all parameters, after all kernels of the backward pass.
         if self._sums:

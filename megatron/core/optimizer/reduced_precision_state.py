@@ -59,12 +59,15 @@ class StateStorage(ABC):
         self.tensors = tuple(tensors)
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> StateStorage:
-        """Return a storage on ``device`` with these values."""
+        """Return a storage on ``device`` with these values; if they are there, this one."""
+        places = {id(t): t.to(device, non_blocking=non_blocking) for t in self.tensors}
+        if all(place is t for place, t in zip(places.values(), self.tensors, strict=True)):
+            return self
         moved = copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(moved, name, value.to(device, non_blocking=non_blocking))
-        moved.tensors = tuple(v for v in vars(moved).values() if isinstance(v, Tensor))
+            if id(value) in places:
+                setattr(moved, name, places[id(value)])
+        moved.tensors = tuple(places.values())
         return moved
 
     def read(self) -> Tensor:
