@@ -232,9 +232,13 @@ NAMES: PathTable = {
     },
     "core.fusions.fused_layer_norm": {"core.transformer.norms": "FusedLayerNorm"},
     "core.fusions.fused_softmax": {"core.compat.fusions": "FusedScaleMaskSoftmax"},
-    "core.ssm.mamba_context_parallel": {},
-    "core.ssm.mamba_hybrid_layer_allocation": {},
-    "core.ssm.mamba_mixer": {},
+    "core.ssm.mamba_context_parallel": {
+        "core.parallel.context_parallel_partition": "_undo_attention_load_balancing="
+        "undo_load_balancing"
+    },
+    "core.ssm.mamba_mixer": {
+        "core.dist_checkpointing.mapping": "_split_tensor_factory=split_factory"
+    },
     "core.ssm.mlp_layer": {"core.transformer.transformer_layer": "MLPLayer=TransformerLayer"},
     "core.transformer.moe.experts": {"core.compat.moe": "GroupedMLP"},
     "core.transformer.moe.fused_a2a": {

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import lcm
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +85,14 @@ def order_of_gathered(
     """
     order = torch.cat([held_tokens(lengths, r, size, device) for r in ranks]).argsort()
     return order, order.argsort()
+
+
+def undo_load_balancing(input_: Tensor, cp_size: int, packed_seq_params: Any = None) -> Tensor:
+    """Return the tokens [s, ...] of all ranks, concatenated by rank, in their global order."""
+    packed = None if packed_seq_params is None else packed_seq_params.lengths
+    lengths = row_lengths(packed, len(input_))
+    order, _ = order_of_gathered(lengths, tuple(range(cp_size)), cp_size, input_.device)
+    return input_.index_select(0, order)
 
 
 @lru_cache(maxsize=64)

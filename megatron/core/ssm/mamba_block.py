@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.packed_seq_params import AttentionMask
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_hybrid_layer_allocation import (
     ATTENTION,
@@ -19,6 +24,7 @@ from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.spec_utils import Slot
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import deprecate_inference_params
 
 
 @dataclass
@@ -36,6 +42,11 @@ class MambaStack(TransformerBlock):
 
     layers_are_alike = False
 
+    @library_call(
+        "config submodules residual_in_fp32 pre_process hybrid_attention_ratio hybrid_mlp_ratio "
+        "hybrid_override_pattern post_layer_norm post_process device dtype model_comm_pgs",
+        unused="device dtype",
+    )
     def __init__(
         self,
         config: TransformerConfig,
@@ -68,6 +79,22 @@ class MambaStack(TransformerBlock):
             pg_collection=pg_collection,
             vp_stage=vp_stage,
         )
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor | None,
+        attention_mask: AttentionMask | None = None,
+        inference_context: Any = None,
+        rotary_pos_emb: Any = None,
+        *,
+        inference_params: Any = None,
+        **more: Any,
+    ) -> Tensor:
+        """Run the layers; see `TransformerBlock.forward`."""
+        cache = deprecate_inference_params(inference_context, inference_params)
+        given = {"inference_context": cache, "rotary_pos_emb": rotary_pos_emb}
+        more |= {name: value for name, value in given.items() if value is not None}
+        return super().forward(hidden_states, attention_mask, **more)
 
 
 def _layer_of(submodules: MambaStackSubmodules, letter: str) -> Slot:

@@ -19,6 +19,16 @@ EXPERTS = "E"
 KINDS = {MAMBA: "Mamba", ATTENTION: "attention", MLP: "MLP", EXPERTS: "experts"}
 
 
+class Symbols:
+    """The letters, by Megatron Core's names for them."""
+
+    MAMBA = MAMBA
+    ATTENTION = ATTENTION
+    MLP = MLP
+    MOE = EXPERTS
+    VALID = frozenset(KINDS)
+
+
 def layer_pattern(
     num_layers: int,
     attention_ratio: float = 0.0,

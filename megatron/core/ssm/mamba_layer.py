@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
@@ -15,6 +16,7 @@ from megatron.core.transformer.norms import Stream, summed
 from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import ResidualLayer
+from megatron.core.utils import deprecate_inference_params
 
 
 @dataclass
@@ -30,6 +32,7 @@ class MambaLayerSubmodules:
 class MambaLayer(ResidualLayer):
     """Layer with a Mamba-2 mixer, whose output is added to the residual stream."""
 
+    @library_call("config submodules layer_number residual_in_fp32 model_comm_pgs")
     def __init__(
         self,
         config: TransformerConfig,
@@ -64,8 +67,10 @@ class MambaLayer(ResidualLayer):
         self,
         hidden_states: Stream,
         attention_mask: Tensor | None = None,
-        *,
         inference_context: KVCache | None = None,
+        rotary_pos_emb: object = None,
+        *,
+        inference_params: KVCache | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         defers_sum: bool = False,
         **of_attention: object,
@@ -75,8 +80,7 @@ class MambaLayer(ResidualLayer):
         Arguments of attention layers, which a hybrid stack passes to all layers, are ignored.  With
         ``defers_sum`` the caller takes a `PendingSum` too.
         """
-        mix = partial(
-            self.mixer, inference_context=inference_context, packed_seq_params=packed_seq_params
-        )
+        cache = deprecate_inference_params(inference_context, inference_params)
+        mix = partial(self.mixer, inference_context=cache, packed_seq_params=packed_seq_params)
         output = self.add_part(mix, hidden_states, (self.norm, None), self.mamba_bda)
         return output if defers_sum else summed(output), None

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.rms_norm import norm_rows
 from megatron.core.packed_seq_params import PackedSeqParams, sequence_index
 from megatron.core.parallel.context_parallel_partition import order_of_gathered, row_lengths
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.ssm.mamba_hybrid_layer_allocation import mixer_problems, mixer_shape
@@ -33,6 +35,7 @@ from megatron.core.transformer.kv_cache import KVCache, State
 from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import deprecate_inference_params
 
 
 def causal_conv(
@@ -102,31 +105,59 @@ class MambaMixerSubmodules:
     out_proj: Slot | None = None
 
 
+# Arguments of Megatron Core's mixer that have one value here.
+_VARIANTS = {
+    "conv_init": None,
+    "A_init_range": (1, 16),
+    "D_has_hdim": False,
+    "rmsnorm": True,
+    "norm_before_gate": False,
+    "dt_min": 0.001,
+    "dt_max": 0.1,
+    "dt_init": "random",
+    "dt_scale": 1.0,
+    "dt_init_floor": 1e-4,
+    "bias": False,
+    "conv_bias": True,
+}
+
+
 class MambaMixer(MegatronModule):
     """Mamba-2 mixer with heads sharded over the tensor-parallel group."""
 
     has_scan = True  # `make_batch_invariant` refuses it
 
+    @library_call(unused="use_mem_eff_path")
     def __init__(
         self,
         config: TransformerConfig,
         submodules: MambaMixerSubmodules,
         d_model: int,
-        layer_number: int = 1,
+        d_conv: int = 4,
         *,
         expand: int = 2,
-        d_conv: int = 4,
         chunk_size: int = 64,
+        layer_number: int | None = None,
         pg_collection: ProcessGroupCollection,
+        **variants: Any,
     ) -> None:
         """Create the parameters.  ``layer_number`` counts from 1; ``expand`` is i / h.
 
-        Raises ConfigError for sizes that do not fit each other or the parallelism.
+        ``variants``: other arguments of Megatron Core's mixer, of which `_VARIANTS` is implemented.
+        Raises ConfigError for another one, and for sizes that do not fit each other or the
+        parallelism.
         """
         super().__init__(config)
+        sizes = {"d_state": "state_dim", "headdim": "head_dim", "ngroups": "num_groups"}
+        only = _VARIANTS | {name: getattr(config, f"mamba_{own}") for name, own in sizes.items()}
+        for name, value in variants.items():
+            if name not in only:
+                raise TypeError(f"MambaMixer has no argument {name}")
+            if value is not None and value != only[name]:
+                raise ConfigError(f"MambaMixer with {name}={value}: only {only[name]} is possible")
         for problem in mixer_problems(config):
             raise ConfigError(problem)
-        self.layer_number = layer_number
+        self.layer_number = layer_number or 1
         self.chunk_size = chunk_size
         self.tp_group = pg_collection.tp
         self.cp_group = pg_collection.cp
@@ -178,14 +209,16 @@ class MambaMixer(MegatronModule):
     def forward(
         self,
         hidden_states: Tensor,
-        *,
         inference_context: KVCache | None = None,
+        *,
+        inference_params: KVCache | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> WithBias:
         """Mix tokens: [s, b, h] -> [s, b, h], and None, since no bias is left to add.
 
         Collective over tp and cp.
         """
+        cache = deprecate_inference_params(inference_context, inference_params)
         mixed, _ = self.in_proj(hidden_states)
         z, xbc, dt = mixed.split([self.inner, sum(self.convolved), self.num_heads], -1)
         num_tokens = mixed.shape[0] * self.cp_group.size()
@@ -195,7 +228,7 @@ class MambaMixer(MegatronModule):
         if packed is not None and len(lengths) > 1:
             sequence = sequence_index(packed.ends, num_tokens)
         if self.cp_group.size() == 1:
-            y = self._mixed(xbc, dt, sequence, inference_context)
+            y = self._mixed(xbc, dt, sequence, cache)
         else:
             ranks = tuple(range(self.cp_group.size()))
             order, undo = order_of_gathered(lengths, ranks, len(ranks), mixed.device)
