@@ -15,6 +15,7 @@ MAX_FUNCTION_LINES = 80
 SIZE_EXCEPTIONS: dict[str, tuple[int, str]] = {}
 
 DEVICE_FILE = "megatron/core/device/__init__.py"
+CUDA_EMULATION = "tools/dev/lib/emulated_cuda.py"  # replaces functions of torch.cuda
 DEVICE_NAME = re.compile(r"(cuda|cpu|xpu|mps|hpu)(:\d+)?")
 
 # Files that translate between namespaces and configs: there a name is data.
@@ -84,7 +85,7 @@ def one_file_knows_devices(source: Source) -> Iterator[str]:
 
     Values a flag may take (``choices=``, ``Literal``) and docstrings are no device strings.
     """
-    if source.path == DEVICE_FILE or source.is_under("tests", "benchmarks"):
+    if source.path in (DEVICE_FILE, CUDA_EMULATION) or source.is_under("tests", "benchmarks"):
         return
     listed = {
         inner
