@@ -34,6 +34,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import MegatronModule, WithBias, is_replaced
 from megatron.core.transformer.norms import l2_norm, leaves_bias_to_sum
+from megatron.core.transformer.rope import table_of_angles
 from megatron.core.transformer.spec_utils import Slot, build_module, build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import deprecate_inference_params
@@ -369,15 +370,21 @@ class SelfAttentionBase(Attention):
     def _table_of(
         self, angles: Any, hidden_states: Tensor, packed: PackedSeqParams | None
     ) -> RotaryTable:
-        """Return the table of Megatron Core's angles, those of queries if there is a pair."""
+        """Return the table of Megatron Core's angles, those of queries if there is a pair.
+
+        With packed sequences they are those of positions, or of this rank's tokens, as ms-swift
+        gives them: then there are as many as tokens and not as many as positions.
+        """
+        config = self.config
         angles = angles[0] if isinstance(angles, tuple) else angles
         if packed is not None:
-            shards = self.tp_group.size() if self.config.sequence_parallel else 1
-            angles = angles[self.places_of_tokens(len(hidden_states) * shards, packed)[0]]
-        interleaved = self.config.rotary_interleaved
-        pairs = angles[..., ::2] if interleaved else angles[..., : angles.shape[-1] // 2]
-        dtype = self.config.params_dtype
-        return RotaryTable(pairs.cos().to(dtype), pairs.sin().to(dtype), interleaved)
+            num_tokens = len(hidden_states) * (
+                self.tp_group.size() if config.sequence_parallel else 1
+            )
+            are_of_tokens = len(angles) == num_tokens != max(packed.lengths)
+            if not are_of_tokens:
+                angles = angles[self.places_of_tokens(num_tokens, packed)[0]]
+        return table_of_angles(angles, config.rotary_interleaved, config.params_dtype)
 
     def places_of_tokens(
         self, num_tokens: int, packed: PackedSeqParams | None

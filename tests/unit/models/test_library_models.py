@@ -24,7 +24,6 @@ from megatron.core.parallel import parallel_state
 from megatron.core.params.param_info import info_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.rope import table_of_angles
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support import tolerances
@@ -63,15 +62,15 @@ def forward_of_a_project(model: GPTModel, packed: PackedSeqParams | None = None)
         packed_seq_params=packed,
     )
     decoder_input, rotary, cos, sin, offset = prepared[:5]
-    assert cos is None
-    assert sin is None
-    assert offset is None
     hidden = model.decoder(
         hidden_states=decoder_input,
         attention_mask=None,
         inference_context=None,
         rotary_pos_emb=rotary,
+        rotary_pos_cos=cos,
+        rotary_pos_sin=sin,
         packed_seq_params=packed,
+        sequence_len_offset=offset,
     )
     is_tied = model.share_embeddings_and_output_weights
     weight = model.shared_embedding_or_output_weight() if is_tied else None
@@ -125,6 +124,18 @@ def test_a_forward_pass_of_a_project_takes_packed_sequences() -> None:
     packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=27, max_seqlen_kv=27)
     ours = model(tokens()[0].view(1, -1), None, None, packed_seq_params=packed)
     torch.testing.assert_close(forward_of_a_project(model, packed), ours)
+    rotary = model.rotary_pos_emb
+    assert rotary is not None
+    places = torch.cat((torch.arange(5), torch.arange(2 * LENGTH - 5)))
+    for angles in (rotary(2 * LENGTH - 5, packed_seq=True), rotary(2 * LENGTH)[places]):
+        model._preprocess = lambda angles=angles, **given: (  # type: ignore[method-assign]
+            model.embedding(given["input_ids"], None),
+            angles,
+            None,
+            None,
+            None,
+        )
+        torch.testing.assert_close(forward_of_a_project(model, packed), ours)
 
 
 def test_the_end_of_the_forward_pass_can_be_replaced_in_one_model() -> None:
@@ -177,9 +188,8 @@ class OwnAttention(SelfAttention):
     seen: Any = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        OwnAttention.seen = angles = kwargs.pop("rotary_pos_emb")
-        table = table_of_angles(angles, False, torch.float32)
-        return super().forward(*args, rotary_pos_emb=table, **kwargs)
+        OwnAttention.seen = kwargs["rotary_pos_emb"]
+        return super().forward(*args, **kwargs)
 
 
 def test_a_rotary_embedding_and_attention_of_a_project_deal_in_angles() -> None:
@@ -256,7 +266,7 @@ class ProjectModel(LanguageModule):
         self.share_embeddings_and_output_weights = True
         self.embedding = LanguageModelEmbedding(config, VOCABULARY, LENGTH, "none")
         spec = get_gpt_layer_local_spec()
-        self.decoder = TransformerBlock(config, spec, pg_collection=self.pg_collection)
+        self.decoder = TransformerBlock(config, spec)
         self.output_layer = ColumnParallelLinear(
             config.hidden_size,
             VOCABULARY,

@@ -11,15 +11,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Pooler(MegatronModule):
-    """Linear layer and tanh of the first token; every tensor-parallel rank computes it in full."""
+    """Linear layer and tanh of one token; every tensor-parallel rank computes it in full."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig) -> None:
         super().__init__(config)
         self.dense = dense(hidden_size, hidden_size, config)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Pool hidden states [s, b, h] -> [b, h]."""
-        return torch.tanh(self.dense(hidden[0])[0])
+    def forward(self, hidden_states: Tensor, sequence_index: int = 0) -> Tensor:
+        """Pool hidden states [s, b, h] -> [b, h] by the token at ``sequence_index``."""
+        return torch.tanh(self.dense(hidden_states[sequence_index])[0])
 
 
 def mean_of_text(hidden: Tensor, attention_mask: Tensor) -> Tensor:
