@@ -148,8 +148,11 @@ class MambaMixer(MegatronModule):
         parallelism.
         """
         super().__init__(config)
-        sizes = {"d_state": "state_dim", "headdim": "head_dim", "ngroups": "num_groups"}
-        only = _VARIANTS | {name: getattr(config, f"mamba_{own}") for name, own in sizes.items()}
+        only = _VARIANTS | {
+            "d_state": config.mamba_state_dim,
+            "headdim": config.mamba_head_dim,
+            "ngroups": config.mamba_num_groups,
+        }
         for name, value in variants.items():
             if name not in only:
                 raise TypeError(f"MambaMixer has no argument {name}")
