@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
     preprocess_state_dict_for_uneven_dtensor,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.process_groups_config import GradCommProcessGroups, ModelCommProcessGroups
 from tests.support import tolerances
 from tests.support.one_rank_training import ModelConfig, TinyModel, mean_loss, token_batch
 from tests.support.ranks import run_ranks
@@ -36,13 +38,21 @@ FSDP = {
 def _train(rank: int, world_size: int, sharded: bool, ddp: dict) -> dict[str, Tensor]:
     parallel_state.initialize_model_parallel()
     config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, **ddp)
+    groups: dict[str, Any] = {}
+    if not sharded:  # the groups of gradients and of the model apart
+        dp = parallel_state.get_data_parallel_group()
+        tp = parallel_state.get_tensor_model_parallel_group()
+        groups = {
+            "grad_comm_pgs": GradCommProcessGroups(dp=dp, dp_cp=dp, expt_dp=dp),
+            "model_comm_pgs": ModelCommProcessGroups(tp=tp, mp=tp, tp_ep_pp=tp),
+        }
     if config.use_megatron_fsdp:
         wrapper = FullyShardedDataParallel(ModelConfig(), config, TinyModel(), [nn.Linear], False)
         assert isinstance(wrapper, MegatronFSDP)
     else:
-        wrapper = DistributedDataParallel(ModelConfig(), config, TinyModel())
+        wrapper = DistributedDataParallel(ModelConfig(), config, TinyModel(), **groups)
     settings = OptimizerConfig(lr=0.01, weight_decay=0.1, use_distributed_optimizer=sharded)
-    optimizer = get_megatron_optimizer(settings, [wrapper])
+    optimizer = get_megatron_optimizer(settings, [wrapper], **groups)
     for seed in range(4):
         wrapper.zero_grad_buffer()
         optimizer.zero_grad()

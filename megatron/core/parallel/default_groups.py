@@ -71,9 +71,7 @@ def library_call(order: str = "", *, unused: str = "") -> Callable[[F], F]:
             kwargs |= dict(zip(names[len(own) :], args[len(own) :], strict=False))
             for former, name in _FORMER_NAMES.items():
                 if former in kwargs and name in known:
-                    value = kwargs.pop(former)
-                    if value is not None:
-                        kwargs[name] = value
+                    kwargs[name] = _joined(kwargs.get(name), kwargs.pop(former))
             for name in ignored & kwargs.keys():
                 del kwargs[name]
             return args[: len(own)] if len(args) <= len(names) else args
@@ -100,6 +98,16 @@ def library_call(order: str = "", *, unused: str = "") -> Callable[[F], F]:
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Return the second value, or the first if it is None; of two collections all groups.
+
+    Megatron Core had one collection for the model and one for gradients.
+    """
+    if isinstance(first, ProcessGroupCollection) and isinstance(second, ProcessGroupCollection):
+        return ProcessGroupCollection(**{**vars(second), **vars(first)})
+    return first if second is None else second
 
 
 def _default(name: str, kwargs: dict[str, Any]) -> Any:
