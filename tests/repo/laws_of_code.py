@@ -18,8 +18,12 @@ DEVICE_FILE = "megatron/core/device/__init__.py"
 CUDA_EMULATION = "tools/dev/lib/emulated_cuda.py"  # replaces functions of torch.cuda
 DEVICE_NAME = re.compile(r"(cuda|cpu|xpu|mps|hpu)(:\d+)?")
 
-# Files that translate between namespaces and configs: there a name is data.
-ARGUMENT_FACADES = ("megatron/training/arguments/", "megatron/training/compat/global_vars.py")
+# Files that translate between namespaces and configs, or read configs of other projects: there a
+# name is data.
+ARGUMENT_FACADES = (
+    *("megatron/training/arguments/", "megatron/training/compat/global_vars.py"),
+    "megatron/core/compat/",
+)
 
 # Where leaving the process is the job, and why.
 MAY_EXIT = {

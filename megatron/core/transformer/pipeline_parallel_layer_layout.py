@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.parse import unquoted
 from megatron.core.enums import LayerType
-from megatron.core.parallel import parallel_state
+from megatron.core.parallel.default_groups import default_groups
 
 LAYOUT = "--pipeline-model-parallel-layout"
 # A backslash before a letter or bar is a shell escape that a script passed on.
@@ -59,8 +59,8 @@ class PipelineParallelLayerLayout(str):
     """Text of a layout, with Megatron Core's questions about it.
 
     ``layout`` is a text, or a list of layer types (or their names) for each stage, in the order of
-    the layers.  A question about "this rank" reads `parallel_state`; ``vp_stage`` is its model
-    chunk, the first one if not given.
+    the layers.  "This rank" is the one of the groups in `parallel_state`, and ``vp_stage`` its
+    model chunk, the first one if not given.
     """
 
     pipeline_model_parallel_size: int
@@ -119,8 +119,7 @@ class PipelineParallelLayerLayout(str):
         return [*range(offset, offset + self.get_num_layers_to_build(layer_type, vp_stage))]
 
     def _stage(self, vp_stage: int | None) -> int:
-        rank = int(parallel_state.get_pipeline_model_parallel_rank())
-        return (vp_stage or 0) * self.pipeline_model_parallel_size + rank
+        return (vp_stage or 0) * self.pipeline_model_parallel_size + default_groups().pp.rank()
 
     @staticmethod
     def from_str(layout: str, pipeline_model_parallel_size: int) -> PipelineParallelLayerLayout:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.enums import LayerType
-from megatron.core.parallel import parallel_state
+from megatron.core.transformer import pipeline_parallel_layer_layout
 from megatron.core.transformer.layer_layout import layer_range, layer_ranges
 from megatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
@@ -137,7 +138,8 @@ def test_layers_that_cannot_be_dealt_out_are_an_error() -> None:
 def test_a_layout_is_a_text_or_a_list_and_answers_for_this_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
+    groups = SimpleNamespace(pp=SimpleNamespace(rank=lambda: 1))
+    monkeypatch.setattr(pipeline_parallel_layer_layout, "default_groups", lambda: groups)
     stages = [["embedding", "decoder"], [LayerType.decoder] * 2, [], ["decoder", "mtp", "loss"]]
     layout = PipelineParallelLayerLayout(stages, 2)
     assert layout == "Et|tt||tmL"
