@@ -15,8 +15,8 @@ from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
 from megatron.core.diagnostics.straggler import StragglerDetector as StragglerDetector
-from megatron.core.parallel import parallel_state
 from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.rank_local import each_rank_owns
 
 T = TypeVar("T")
@@ -130,7 +130,8 @@ def get_attr_wrapped_model(
     Follows the ``module`` of wrappers.  ``return_model_obj``: return that module instead.  Without
     ``allow_none``, None counts as missing.  Raises RuntimeError if no module has the attribute.
     """
-    assert not isinstance(model, list), "one model chunk, not a list of them"
+    if isinstance(model, list):
+        raise RuntimeError("get_attr_wrapped_model takes one model chunk, not a list of them")
     while model is not None:
         value = getattr(model, attr, None)
         if value is not None or (allow_none and hasattr(model, attr)):
@@ -154,19 +155,20 @@ def deprecate_inference_params(inference_context: T | None, inference_params: T 
     return inference_context
 
 
+@library_call()
 def get_batch_on_this_cp_rank(
     batch: Mapping[str, Tensor | None],
-    cp_group: ProcessGroup | None = None,
+    cp_group: ProcessGroup,
     *,
     lengths: tuple[int, ...] | None = None,
 ) -> dict[str, Tensor | None]:
     """Return this context-parallel rank's tokens of a batch.
 
     Shapes: [b, s] -> [b, s/cp]; an attention mask [b, 1, s, s] -> [b, 1, s/cp, s].  ``lengths``:
-    the lengths of sequences that are packed into a row (`PackedSeqParams.lengths`).  ``cp_group``
-    defaults to the installed group.  Raises ConfigError if a sequence cannot be split evenly.
+    the lengths of sequences that are packed into a row (`PackedSeqParams.lengths`).  Raises
+    ConfigError if a sequence cannot be split evenly.
     """
-    cp = parallel_state.current().cp if cp_group is None else cp_group
+    cp = cp_group
     if cp.size() == 1:
         return dict(batch)
 

@@ -258,7 +258,7 @@ def _cut_over_sequence(rank: int, world_size: int, per_token: bool) -> dict:
         num_microbatches=1,
         seq_length=6,
         micro_batch_size=4,
-        groups=ddp.groups,
+        pg_collection=ddp.groups,
         hooks=StepHooks(finalize_model_grads_func=finalize_model_grads),
     )
     return gradients(ddp.module)

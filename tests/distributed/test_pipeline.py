@@ -169,7 +169,7 @@ def train(rank: int, world_size: int, layout: Layout) -> Trained:
             num_microbatches=layout.microbatches // layout.dp,
             seq_length=LENGTH,
             micro_batch_size=2,
-            groups=groups,
+            pg_collection=groups,
             hooks=StepHooks(finalize_model_grads_func=finalize_model_grads),
         )
         out.losses.append(reported)

@@ -104,7 +104,7 @@ def train(rank: int, world_size: int, layout: Layout) -> Trained:
             seq_length=SOURCES,
             decoder_seq_length=TARGETS,
             micro_batch_size=2,
-            groups=groups,
+            pg_collection=groups,
             hooks=StepHooks(finalize_model_grads_func=finalize_model_grads),
         )
         out.losses.append(reported)

@@ -102,9 +102,9 @@ COMPATIBILITY_API = {
     "megatron.core.parallel.parallel_state": {
         "megatron/core/parallel_state.py",  # the import path of Megatron-LM
         "megatron/core/parallel/default_groups.py",  # groups that a caller leaves out
-        "megatron/core/pipeline_parallel/schedules.py",
-        "megatron/core/utils.py",  # get_batch_on_this_cp_rank for scripts
-        "megatron/core/tensor_parallel/random.py",
+        "megatron/core/compat/pipeline.py",  # Megatron Core's helpers for scripts
+        "megatron/core/compat/tensor_parallel.py",
+        "megatron/core/compat/utils.py",
         # Exchange between stages: scripts with a forward pass of their own give no group.
         "megatron/core/inference/communication_utils.py",
         "megatron/training/initialize.py",  # installs and clears it

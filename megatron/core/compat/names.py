@@ -276,21 +276,56 @@ NAMES: PathTable = {
         "get_global_memory_buffer destroy_global_memory_buffer "
         "_set_global_memory_buffer=set_global_memory_buffer",
     },
-    "core.pipeline_parallel": {},
-    "core.pipeline_parallel.p2p_communication": {},
-    "core.pipeline_parallel.schedules": {},
-    "core.pipeline_parallel.utils": {},
+    "core.pipeline_parallel.p2p_communication": {
+        "core.compat.pipeline": "P2PCommunicator recv_forward send_forward",
+    },
+    "core.pipeline_parallel.schedules": {
+        "core.compat.pipeline": "get_schedule_table get_tensor_shapes",
+    },
+    "core.pipeline_parallel.utils": {
+        "core.compat.pipeline": "is_pp_first_stage is_pp_last_stage is_vp_first_stage "
+        "is_vp_last_stage",
+    },
     "core.parallel.process_groups_config": {
         "core.parallel.process_groups_config": "ModelCommProcessGroups=ProcessGroupCollection "
         "GradCommProcessGroups=ProcessGroupCollection "
         "GradFinalizeProcessGroups=ProcessGroupCollection",
     },
-    "core.tensor_parallel": {},
-    "core.tensor_parallel.layers": {},
-    "core.tensor_parallel.mappings": {},
-    "core.tensor_parallel.random": {},
-    "core.tensor_parallel.utils": {},
+    "core.tensor_parallel": {
+        "core.compat.tensor_parallel": "copy_tensor_model_parallel_attributes "
+        "get_data_parallel_rng_tracker_name get_expert_parallel_rng_tracker_name "
+        "linear_with_grad_accumulation_and_async_allreduce "
+        "param_is_not_tensor_parallel_duplicate set_tensor_model_parallel_attributes "
+        "set_defaults_if_not_set_tensor_model_parallel_attributes gather_split_1d_tensor "
+        "split_tensor_along_last_dim split_tensor_into_1d_equal_chunks",
+    },
+    "core.tensor_parallel.layers": {
+        "core.compat.tensor_parallel": "copy_tensor_model_parallel_attributes "
+        "param_is_not_tensor_parallel_duplicate set_tensor_model_parallel_attributes "
+        "set_defaults_if_not_set_tensor_model_parallel_attributes linear_with_frozen_weight "
+        "linear_with_grad_accumulation_and_async_allreduce _initialize_affine_weight_cpu "
+        "_initialize_affine_weight_gpu LinearWithGradAccumulationAndAsyncCommunication",
+    },
+    "core.tensor_parallel.random": {
+        "core.compat.tensor_parallel": "get_data_parallel_rng_tracker_name "
+        "get_expert_parallel_rng_tracker_name",
+    },
+    "core.tensor_parallel.utils": {
+        "core.compat.tensor_parallel": "VocabUtility gather_split_1d_tensor "
+        "split_tensor_along_last_dim split_tensor_into_1d_equal_chunks",
+        "core.utils": "divide",
+    },
     "core.utils": {
+        "core.compat.utils": "WrappedTensor MakeViewlessTensor make_viewless_tensor "
+        "assert_viewless_tensor safely_set_viewless_tensor_data unwrap_model get_model_type "
+        "get_model_xattn is_submodule get_pg_rank get_pg_size log_on_each_pipeline_stage "
+        "get_tensor_model_parallel_group_if_none check_param_hashes_across_dp_replicas "
+        "get_torch_version get_te_version get_fa_version is_torch_min_version is_te_min_version "
+        "is_fa_min_version init_method_normal scaled_init_method_normal to_local_if_dtensor "
+        "get_full_tensor_if_necessary get_data_parallel_group_if_dtensor "
+        "prepare_input_tensors_for_wgrad_compute drain_embedding_wgrad_compute "
+        "local_multi_tensor_applier local_multi_tensor_l2_norm local_multi_tensor_scale",
+        "core.compat.parallel": "GlobalMemoryBuffer",
         "core.compat.config": "ExperimentalNotEnabledError experimental_cls experimental_fn",
     },
 }

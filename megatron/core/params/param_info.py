@@ -13,6 +13,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from megatron.core.parallel.process_groups_config import get_installed
+
 _ATTRIBUTE = "_megatron_param_info"
 # Local name of a norm that is fused into the following linear layer -> its layout-independent name.
 _NORM_INSIDE = {
@@ -133,14 +135,51 @@ class ParamInfo:
 
 
 def set_info(param: Tensor, info: ParamInfo) -> None:
-    """Attach ``info`` to ``param``, replacing an existing record."""
-    setattr(param, _ATTRIBUTE, info)
+    """Attach ``info`` to ``param``, replacing an existing record.
+
+    Also set Megatron Core's attributes, which projects read.
+    """
+    attributes = param.__dict__
+    attributes[_ATTRIBUTE] = info
+    attributes["allreduce"] = not info.is_expert
+    if info.sequence_parallel or "sequence_parallel" in attributes:
+        attributes["sequence_parallel"] = info.sequence_parallel
+    if info.shard_dim is not None:
+        attributes |= {"tensor_model_parallel": True, "partition_dim": info.shard_dim}
+        attributes.setdefault("partition_stride", 1)
 
 
 def info_of(param: Tensor) -> ParamInfo:
-    """Return the record of ``param``; a default one, not sharded, if it has none."""
-    info = param.__dict__.get(_ATTRIBUTE)
-    return ParamInfo(global_shape=tuple(param.shape), init="own") if info is None else info
+    """Return the record of ``param``; without one, that of Megatron Core's attributes.
+
+    A project may set the attributes ``sequence_parallel`` and ``allreduce`` of any parameter.
+    """
+    attributes = param.__dict__
+    info: ParamInfo | None = attributes.get(_ATTRIBUTE)
+    if info is None:
+        info = _info_from_attributes(param)
+    is_partial = bool(attributes.get("sequence_parallel", info.sequence_parallel))
+    is_expert = not attributes.get("allreduce", not info.is_expert)
+    if (is_partial, is_expert) != (info.sequence_parallel, info.is_expert):
+        info = replace(info, sequence_parallel=is_partial, is_expert=is_expert)
+    return info
+
+
+def _info_from_attributes(param: Tensor) -> ParamInfo:
+    attributes = param.__dict__
+    shape = tuple(param.shape)
+    groups = get_installed()
+    if not attributes.get("tensor_model_parallel") or groups is None:
+        return ParamInfo(global_shape=shape, init="own")
+    tp = groups.tp if attributes.get("allreduce", True) else groups.expt_tp
+    dim = attributes.get("partition_dim", -1) % len(shape)
+    return ParamInfo(
+        global_shape=(*shape[:dim], shape[dim] * tp.size(), *shape[dim + 1 :]),
+        init="own",
+        shard_dim=dim,
+        shard_index=tp.rank(),
+        shard_count=tp.size(),
+    )
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -86,14 +86,6 @@ def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, info: ParamInfo) -
     where = torch.device("meta") if is_meta else device.current()
     param = nn.Parameter(torch.empty(shape, dtype=dtype, device=where))
     set_info(param, info)
-    # Megatron Core's attributes, which projects read.
-    attributes: dict[str, object] = {"allreduce": not info.is_expert}
-    if info.sequence_parallel:
-        attributes["sequence_parallel"] = True
-    if info.shard_dim is not None:
-        attributes |= {"tensor_model_parallel": True, "partition_dim": info.shard_dim}
-        attributes["partition_stride"] = 1
-    vars(param).update(attributes)
     return param
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron.core import device
 from megatron.core.aux_loss import aux_losses_of
-from megatron.core.parallel import parallel_state
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.communication_plan import instructions
 from megatron.core.pipeline_parallel.executor import Executor, StepTask
@@ -42,6 +42,7 @@ def get_forward_backward_func() -> Callable[..., StepLosses]:
     return forward_backward
 
 
+@library_call(unused="p2p_communicator grad_finalize_pgs")
 def forward_backward(
     *,
     forward_step_func: ForwardStepFunc,
@@ -56,7 +57,7 @@ def forward_backward(
     first_val_step: bool | None = None,
     adjust_tensor_shapes_fn: AdjustShapes | None = None,
     config: Any = None,
-    groups: ProcessGroupCollection | None = None,
+    pg_collection: ProcessGroupCollection,
     hooks: StepHooks | None = None,
 ) -> StepLosses:
     """Run all micro-batches of a step through all stages.  Collective over the ranks of the model.
@@ -69,7 +70,7 @@ def forward_backward(
     has no effect; Megatron-LM's signature has it.
     """
     del first_val_step
-    groups = groups or parallel_state.current()
+    groups = pg_collection
     chunks = _listed(model)
     config = get_model_config(chunks[0]) if config is None else config
     hooks = hooks_of(config) if hooks is None else hooks

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.autograd import Context, Function
-from megatron.core.parallel import parallel_state
+from megatron.core.parallel.default_groups import default_groups, library_call
 from megatron.core.rank_local import each_rank_owns
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 
@@ -105,7 +105,8 @@ def get_rng_tracker() -> RNGStatesTracker:
     return _tracker
 
 
-get_cuda_rng_tracker = get_rng_tracker
+_TRACKERS = "use_te_rng_tracker inference_rng_tracker use_cudagraphable_rng"
+get_cuda_rng_tracker = library_call(_TRACKERS, unused=_TRACKERS)(get_rng_tracker)
 
 
 def model_parallel_seed(
@@ -132,23 +133,31 @@ def model_parallel_seed(
     _tracker.add(EXPERT_PARALLEL_STREAM, seed + _EXPERT_OFFSET + 100 * ep_rank + expert_tp_rank)
 
 
+@library_call(
+    "seed te_rng_tracker inference_rng_tracker use_cudagraphable_rng tp_rank ep_rank etp_rank "
+    "force_reset_rng",
+    unused="force_reset_rng",
+)
 def model_parallel_cuda_manual_seed(
     seed: int,
     te_rng_tracker: bool = False,
     inference_rng_tracker: bool = False,
     use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None,
+    ep_rank: int | None = None,
+    etp_rank: int | None = None,
 ) -> None:
-    """Seed all streams; Megatron-LM's call, with the ranks of `parallel_state`.
+    """Seed all streams; Megatron-LM's call, by default with the ranks of `parallel_state`.
 
     The flags for random state trackers only make the streams usable in CUDA graphs.
     """
-    groups = parallel_state.current()
+    groups = default_groups()
     model_parallel_seed(
         seed,
-        tp_rank=groups.tp.rank(),
+        tp_rank=groups.tp.rank() if tp_rank is None else tp_rank,
         cp_rank=groups.cp.rank() if groups.cp.size() > 1 else None,
-        ep_rank=groups.ep.rank(),
-        expert_tp_rank=groups.expt_tp.rank(),
+        ep_rank=groups.ep.rank() if ep_rank is None else ep_rank,
+        expert_tp_rank=groups.expt_tp.rank() if etp_rank is None else etp_rank,
         capturable=te_rng_tracker or inference_rng_tracker or use_cudagraphable_rng,
     )
 
@@ -298,12 +307,12 @@ def checkpoint(
     """Return ``function(*args)`` without saving its activations; backward recomputes them.
 
     The recomputation samples the same random numbers.  With ``distribute_saved_activations`` each
-    rank of ``tp_group`` saves only its shard of the first tensor argument, which must be the same
-    on all ranks; backward is then collective over the group.
+    rank of ``tp_group``, by default the installed group, saves only its shard of the first tensor
+    argument, which must be the same on all ranks; backward is then collective over the group.
     """
     group = None
     if distribute_saved_activations:
-        assert tp_group is not None, "which group shares it?"
+        tp_group = default_groups().tp if tp_group is None else tp_group
         group = tp_group if tp_group.size() > 1 else None
     return _Recomputed.apply(function, group, None, *_with_gradient(args))
 
@@ -317,13 +326,14 @@ class CheckpointWithoutOutput:
     backward of ``next_op`` reads what it saved.  The tensor object stays the same throughout.
     """
 
+    @library_call("fp8", unused="fp8")
     def __init__(self) -> None:
         self.context: Context[Any] | None = None
         self._outputs: list[Tensor] = []
 
-    def checkpoint(self, function: Callable[..., R], *args: object) -> R:
-        """Run ``function`` without saving its activations; return its result."""
-        result: R = _Recomputed.apply(function, None, self, *_with_gradient(args))
+    def checkpoint(self, run_function: Callable[..., R], *args: object) -> R:
+        """Run ``run_function`` without saving its activations; return its result."""
+        result: R = _Recomputed.apply(run_function, None, self, *_with_gradient(args))
         outputs = result if isinstance(result, tuple) else (result,)
         self._outputs = [o for o in outputs if isinstance(o, Tensor)]
         return result

@@ -146,7 +146,7 @@ def forward_backward(
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
         config=run.config.model,
-        groups=run.groups,
+        pg_collection=run.groups,
         hooks=hooks,
     )
     if check is not None:

@@ -79,7 +79,7 @@ def run(
         seq_length=6,
         micro_batch_size=4 // num_microbatches,
         config=ModelConfig(calculate_per_token_loss=per_token),
-        groups=groups,
+        pg_collection=groups,
         **more,
     )
 
