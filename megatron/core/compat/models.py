@@ -67,7 +67,7 @@ class YarnRotaryEmbedding(RotaryEmbedding):
 
 def yarn_factor_of_config(config: Any) -> float:
     """Return YaRN's factor of cosines and sines by fields of a later config; 1 without them."""
-    scale = getattr(config, "yarn_rotary_scaling_factor", None)
+    scale = vars(config).get("yarn_rotary_scaling_factor")
     if scale is None:
         return 1.0
     return yarn_mscale(scale, config.yarn_mscale) / yarn_mscale(scale, config.yarn_mscale_all_dim)
