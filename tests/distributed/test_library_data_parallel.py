@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
     finalize_model_grads,
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
@@ -29,24 +30,38 @@ from tests.support.ranks import run_ranks
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 100}
 
-FSDP = {
-    "use_megatron_fsdp": True,
-    "data_parallel_sharding_strategy": "optim_grads_params",
+FSDP = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+# name -> whether the optimizer is sharded, settings of the wrapper
+CASES: dict[str, tuple[bool, dict[str, Any]]] = {
+    "plain": (False, {}),
+    "ZeRO": (True, {}),
+    "overlap": (True, OVERLAP),
+    "FSDP": (True, FSDP),
+    "FSDP2": (False, {"use_torch_fsdp2": True}),
 }
 
 
-def _train(rank: int, world_size: int, sharded: bool, ddp: dict) -> dict[str, Tensor]:
+def _train_all(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
     parallel_state.initialize_model_parallel()
+    return {name: _train(rank, world_size, *case) for name, case in CASES.items()}
+
+
+def _train(rank: int, world_size: int, sharded: bool, ddp: dict) -> dict[str, Tensor]:
     config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, **ddp)
     groups: dict[str, Any] = {}
-    if not sharded:  # the groups of gradients and of the model apart
+    if not sharded and not ddp:  # the groups of gradients and of the model apart
         dp = parallel_state.get_data_parallel_group()
         tp = parallel_state.get_tensor_model_parallel_group()
         groups = {
             "grad_comm_pgs": GradCommProcessGroups(dp=dp, dp_cp=dp, expt_dp=dp),
             "model_comm_pgs": ModelCommProcessGroups(tp=tp, mp=tp, tp_ep_pp=tp),
         }
-    if config.use_megatron_fsdp:
+    if config.use_torch_fsdp2:
+        dp = parallel_state.get_data_parallel_group()
+        wrapper = TorchFullyShardedDataParallel(
+            ModelConfig(), config, TinyModel(), {nn.Linear}, process_group=dp
+        )
+    elif config.use_megatron_fsdp:
         wrapper = FullyShardedDataParallel(ModelConfig(), config, TinyModel(), [nn.Linear], False)
         assert isinstance(wrapper, MegatronFSDP)
     else:
@@ -68,17 +83,12 @@ def _train(rank: int, world_size: int, sharded: bool, ddp: dict) -> dict[str, Te
         optimizer.step()
     weights = preprocess_state_dict_for_uneven_dtensor(wrapper.state_dict())
     return {
-        name: gather_uneven_dtensor_to_full_tensor(value) if config.use_megatron_fsdp else value
+        name: gather_uneven_dtensor_to_full_tensor(value) if isinstance(value, DTensor) else value
         for name, value in weights.items()
     }
 
 
-@pytest.mark.parametrize(
-    ("sharded", "ddp"),
-    [(False, {}), (True, {}), (True, OVERLAP), (True, FSDP)],
-    ids=["plain", "ZeRO", "overlap", "FSDP"],
-)
-def test_two_ranks_without_groups_train_as_adamw_on_the_whole_batch(sharded: bool, ddp: dict):
+def test_two_ranks_without_groups_train_as_adamw_on_the_whole_batch():
     expected = copy.deepcopy(TinyModel())
     groups = [
         {"params": [p for p in expected.parameters() if p.dim() > 1], "weight_decay": 0.1},
@@ -90,6 +100,8 @@ def test_two_ranks_without_groups_train_as_adamw_on_the_whole_batch(sharded: boo
         mean_loss(expected, token_batch(4, seed)).backward()
         torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
         reference.step()
-    for weights in run_ranks(_train, 2, sharded, ddp):
-        for name, value in expected.state_dict().items():
-            torch.testing.assert_close(weights[name], value, **tolerances.DTYPE[torch.float32])
+    for cases in run_ranks(_train_all, 2):
+        assert cases.keys() == CASES.keys()
+        for weights in cases.values():
+            for name, value in expected.state_dict().items():
+                torch.testing.assert_close(weights[name], value, **tolerances.DTYPE[torch.float32])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors as _flatten_dense_tensors
 from torch._utils import _unflatten_dense_tensors as _unflatten_dense_tensors
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -26,11 +27,12 @@ class TorchFullyShardedDataParallel(FullyShardedDataParallel):
     """FSDP2 that frees gathered parameters after forward, as --use-torch-fsdp2 does.
 
     Units are the transformer layers and the embedding: ``sub_modules_to_wrap`` has no effect.
+    ``process_group``: the data-parallel ranks, if they are not those of the other groups.
     """
 
     @library_call(
         "config ddp_config module sub_modules_to_wrap disable_bucketing process_group",
-        unused="sub_modules_to_wrap disable_bucketing process_group",
+        unused="sub_modules_to_wrap disable_bucketing",
     )
     def __init__(
         self,
@@ -38,8 +40,12 @@ class TorchFullyShardedDataParallel(FullyShardedDataParallel):
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
         *,
+        process_group: ProcessGroup | None = None,
         pg_collection: ProcessGroupCollection,
     ) -> None:
+        if process_group is not None:
+            own = dict.fromkeys(("dp", "dp_cp", "intra_dp_cp"), process_group)
+            pg_collection = ProcessGroupCollection(**{**vars(pg_collection), **own})
         ddp_config = replace(ddp_config, use_torch_fsdp2=True)
         super().__init__(config, ddp_config, module, pg_collection=pg_collection)
 

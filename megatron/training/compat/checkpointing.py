@@ -103,13 +103,10 @@ def load_checkpoint(
 
     Also sets the counters of the run.  Returns the iteration and the floating-point operations so
     far, both 0 if there is nothing to load.  Without ``strict``, differing keys are logged.
+    ``skip_load_to_model_and_opt`` has no effect: Megatron-LM's scripts set it where the checkpoint
+    is read straight into the sharded model, as all formats are here.
     """
-    del checkpointing_context
-    if skip_load_to_model_and_opt:
-        raise ConfigError(
-            "load_checkpoint(skip_load_to_model_and_opt=True): a checkpoint is loaded into the "
-            "model and the optimizer; pass False, the default"
-        )
+    del checkpointing_context, skip_load_to_model_and_opt
     run = global_vars.get_run()
     config = run.config.checkpoint
     config = replace(config, load=vars(config)[load_arg])
