@@ -2,6 +2,9 @@
 
 from megatron.core.compat.import_paths import PathTable
 
+_ENGINE = "get_cpu_offload_context te_checkpoint"
+_GROUPED = "TEColumnParallelGroupedLinear TERowParallelGroupedLinear"
+
 NAMES: PathTable = {
     # -- Configuration, data and helpers
     "core": {"core.distributed": "DistributedDataParallel", "core.compat.config": "__version__"},
@@ -196,25 +199,69 @@ NAMES: PathTable = {
         "core.utils": "init_method_normal scaled_init_method_normal",
     },
     # -- Transformer layers
-    "core.extensions.transformer_engine": {},
-    "core.extensions.transformer_engine_spec_provider": {},
-    "core.models.backends": {},
-    "core.models.gpt": {},
-    "core.models.gpt.gpt_layer_specs": {},
-    "core.models.gpt.gpt_model": {},
-    "core.models.gpt.moe_module_specs": {},
-    "core.transformer": {},
-    "core.transformer.attention": {},
-    "core.transformer.cuda_graphs": {},
-    "core.transformer.custom_layers.transformer_engine": {},
-    "core.transformer.mlp": {},
-    "core.transformer.module": {},
-    "core.transformer.multi_latent_attention": {},
-    "core.transformer.multi_token_prediction": {},
-    "core.transformer.torch_layer_norm": {},
-    "core.transformer.torch_norm": {},
-    "core.transformer.transformer_block": {},
-    "core.transformer.transformer_layer": {},
+    "core.extensions.transformer_engine": {
+        "core.compat.transformer": f"{_ENGINE} Fp8Padding Fp8Unpadding HAVE_TE TEFusedMLP "
+        "_get_extra_te_kwargs fused_apply_rotary_pos_emb fused_apply_rotary_pos_emb_thd "
+        "set_save_original_input te_general_gemm",
+        "core.transformer.moe.experts": f"TEGroupedLinear {_GROUPED}",
+        "core.tensor_parallel.random": "TECudaRNGStatesTracker=RNGStatesTracker",
+    },
+    "core.extensions.transformer_engine_spec_provider": {
+        "core.compat.transformer": "TESpecProvider"
+    },
+    "core.models.backends": {
+        "core.compat.transformer": "BackendSpecProvider LocalSpecProvider TESpecProvider"
+    },
+    "core.models.gpt.gpt_layer_specs": {
+        "core.compat.transformer": "_get_mlp_module_spec=get_mlp_module_spec get_mlp_module_spec "
+        "get_mlp_module_spec_for_backend get_gpt_mtp_block_spec_for_backend"
+    },
+    "core.models.gpt.gpt_model": {"core.enums": "ModelType"},
+    "core.models.gpt.moe_module_specs": {
+        "core.compat.transformer": "get_moe_module_spec get_moe_module_spec_for_backend",
+        "core.transformer.mlp": "MLPSubmodules",
+    },
+    "core.transformer": {
+        "core.transformer.transformer_config": "MLATransformerConfig",
+        "core.transformer.transformer_layer": "TransformerLayerSubmodules",
+    },
+    "core.transformer.attention": {
+        "core.compat.transformer": "HAVE_FA3 Optional Tuple Union is_fa_min_version",
+        "core.inference.v014.contexts": "BaseInferenceContext",
+        "core.utils": "nvtx_range_pop nvtx_range_push",
+    },
+    "core.transformer.cuda_graphs": {
+        "core.compat.transformer": "CudaGraphManager TECudaGraphHelper"
+    },
+    "core.transformer.custom_layers.transformer_engine": {
+        "core.compat.transformer": _ENGINE,
+        "core.extensions.transformer_engine": "SplitAlongDim TEColumnParallelLinear "
+        "TEDelayedScaling TEDotProductAttention TELayerNormColumnParallelLinear TELinear TENorm "
+        "TERowParallelLinear",
+        "core.transformer.moe.experts": _GROUPED,
+    },
+    "core.transformer.mlp": {
+        "core.dist_checkpointing.module_state": "apply_swiglu_sharded_factory"
+    },
+    "core.transformer.multi_latent_attention": {
+        "core.models.common.embeddings.rope_utils": "apply_rotary_pos_emb"
+    },
+    "core.transformer.multi_token_prediction": {
+        "core.compat.moe": "MTPLossAutoScaler=MoEAuxLossAutoScaler",
+        "core.compat.transformer": "MTPLossLoggingHelper get_mtp_layer_offset get_mtp_layer_spec "
+        "get_mtp_layer_spec_for_backend get_mtp_num_layers_to_build tie_output_layer_state_dict "
+        "tie_word_embeddings_state_dict",
+    },
+    "core.transformer.torch_layer_norm": {
+        "core.transformer.norms": "WrappedTorchLayerNorm=WrappedTorchNorm"
+    },
+    "core.transformer.torch_norm": {"core.transformer.norms": "L2Norm"},
+    "core.transformer.transformer_block": {
+        "core.transformer.layer_layout": "get_num_layers_to_build get_transformer_layer_offset"
+    },
+    "core.transformer.transformer_layer": {
+        "core.transformer.layer_layout": "get_transformer_layer_offset"
+    },
     # -- Experts, fusions and state-space layers
     "core.fusions.fused_bias_dropout": {
         "core.compat.fusions": "bias_dropout_add_fused_inference bias_dropout_add_fused_train"

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from megatron.core import device
 from megatron.core.activations import openai_gelu
 from megatron.core.fusions.bias_glu import activation, adds_bias, glu, weighed
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.norms import leaves_bias_to_sum
 from megatron.core.transformer.spec_utils import Slot, build_module
@@ -41,15 +42,16 @@ class MLPSubmodules:
 class MLP(MegatronModule):
     """Plain or gated MLP; the inner width is sharded over ``tp_group``."""
 
+    @library_call("config submodules is_expert input_size ffn_hidden_size tp_group")
     def __init__(
         self,
         config: TransformerConfig,
         submodules: MLPSubmodules,
-        *,
-        tp_group: ProcessGroup,
         is_expert: bool = False,
         input_size: int | None = None,
         ffn_hidden_size: int | None = None,
+        *,
+        tp_group: ProcessGroup,
     ) -> None:
         super().__init__(config)
         self.tp_group = tp_group
@@ -99,12 +101,15 @@ class MLP(MegatronModule):
         fused = self.config.bias_swiglu_fusion
         return glu(x, self.act, clamp, offset, weights, fused=fused)
 
-    def forward(self, hidden_states: Tensor) -> WithBias:
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None) -> WithBias:
         """Compute [s, b, h] -> [s, b, h], and the output bias still to add (None if none).
 
-        Collective over ``tp_group``.
+        ``per_token_scale`` [s, b] multiplies the inner values.  Collective over ``tp_group``.
         """
         inner, bias = self.linear_fc1(hidden_states)
-        if bias is not None:
-            return self.linear_fc2(activation(inner, self.act, bias))
-        return self.linear_fc2(self.activate(inner))
+        if bias is None:
+            return self.linear_fc2(self.activate(inner, per_token_scale))
+        inner = activation(inner, self.act, bias)
+        return self.linear_fc2(
+            inner if per_token_scale is None else weighed(inner, per_token_scale)
+        )

@@ -180,3 +180,16 @@ class HeadsWideRMSNorm(nn.Module):
 def l2_norm(x: Tensor) -> Tensor:
     """Divide ``x`` by its root mean square over the last dimension; no learned weight."""
     return F.rms_norm(x, (x.shape[-1],), eps=1e-6)
+
+
+class L2Norm(nn.Module):
+    """RMSNorm without a weight."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize: [..., d] -> [..., d], with statistics in float32."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), x.shape[-1:], eps=self.eps).to(x.dtype)

@@ -17,8 +17,8 @@ from megatron.core.optional import lazy_exports
 _NAMES = {
     "attention": "TEDotProductAttention",
     "engine": "unsupported_reason unsupported_matrices_reason",
-    "layers": "TEColumnParallelGroupedLinear TEColumnParallelLinear TELinear TENorm "
-    "TELayerNormColumnParallelLinear TERowParallelGroupedLinear TERowParallelLinear",
+    "layers": "TEColumnParallelLinear TELinear TENorm TELayerNormColumnParallelLinear "
+    "TERowParallelLinear",
     "user_buffers": "use_user_buffers",
 }
 _HOMES = {name: f"{__name__}.{home}" for home, names in _NAMES.items() for name in names.split()}

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.extensions.transformer_engine.delayed_scaling import EngineAmax
 from megatron.core.extensions.transformer_engine.engine import (
     Engine,
@@ -23,6 +24,7 @@ from megatron.core.extensions.transformer_engine.engine import (
     recipe_of,
     unsupported_reason,
 )
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.params.param_info import info_of
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -211,10 +213,38 @@ class TERowParallelLinear(_Computed, RowParallelLinear):
 class TELinear(_Computed, ReplicatedLinear):
     """`ReplicatedLinear` by Transformer Engine."""
 
+    parallel_mode = "duplicated"
 
-# Linear layers of experts: --moe-grouped-gemm runs those of a rank as one grouped GEMM.
-TEColumnParallelGroupedLinear = TEColumnParallelLinear
-TERowParallelGroupedLinear = TERowParallelLinear
+    @library_call(
+        unused="tp_comm_buffer_name symmetric_ar_type is_expert skip_weight_param_allocation"
+    )
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        parallel_mode: str | None = None,
+        config: TransformerConfig,
+        init_method: Any,
+        bias: bool = False,
+        skip_bias_add: bool = False,
+        tp_group: ProcessGroup | None = None,
+    ) -> None:
+        """Create the layer.  Raises ConfigError for sharded ones, which have their own classes."""
+        del tp_group
+        if parallel_mode not in (None, "duplicated"):
+            raise ConfigError(
+                f"TELinear with parallel_mode {parallel_mode!r}: build a TEColumnParallelLinear or "
+                "a TERowParallelLinear"
+            )
+        super().__init__(input_size, output_size, config=config, init_method=init_method, bias=bias)
+        self.skip_bias_add = skip_bias_add
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        """Multiply: [.., i] -> [.., o], and the bias if its addition is left to the caller."""
+        if self.skip_bias_add:
+            return self._product(x, None), self.bias
+        return super().forward(x)
 
 
 class TENorm(Norm):

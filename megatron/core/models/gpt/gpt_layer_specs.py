@@ -6,6 +6,7 @@ import inspect
 import logging
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from megatron.core import device
 from megatron.core.config import flag_messages
@@ -34,6 +35,12 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_s
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.layer_layout import has_experts, is_last_stage, layers_of_stage
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import (
+    SequentialMLP,
+    TEColumnParallelGroupedLinear,
+    TEGroupedMLP,
+    TERowParallelGroupedLinear,
+)
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import (
@@ -45,7 +52,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayer,
     MultiTokenPredictionLayerSubmodules,
 )
-from megatron.core.transformer.norms import HeadsWideRMSNorm, Norm
+from megatron.core.transformer.norms import HeadsWideRMSNorm, L2Norm, Norm
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, import_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, block_submodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -144,7 +151,15 @@ def get_gpt_layer_local_spec(
     """
     if use_kitchen:
         raise ConfigError(f"a GPT layer with use_kitchen: {flag_messages.KITCHEN}")
-    return layer_of(LOCAL, num_experts, qk_layernorm, multi_latent_attention, config=config)
+    return layer_of(
+        LOCAL,
+        num_experts,
+        qk_layernorm,
+        multi_latent_attention,
+        config=config,
+        grouped_experts=False if config is None else None,
+        qk_l2_norm=qk_l2_norm,
+    )
 
 
 def layer_of(
@@ -154,8 +169,14 @@ def layer_of(
     multi_latent_attention: bool = False,
     *,
     config: TransformerConfig | None,
+    grouped_experts: bool | None = None,
+    qk_l2_norm: bool = False,
 ) -> ModuleSpec:
-    """Return the spec of a causal layer built from ``parts``."""
+    """Return the spec of a causal layer built from ``parts``.
+
+    ``grouped_experts``: see `experts_of`; None: experts of this program, with numbers that do not
+    depend on the layout.
+    """
     c = config or _DEFAULT
     placement = c.layer_norm_placement
     is_latent = multi_latent_attention or c.multi_latent_attention
@@ -186,6 +207,8 @@ def layer_of(
     else:
         if c.qk_l2_norm:
             norm = None  # the norm without weights takes its place
+        if qk_l2_norm:
+            norm = L2Norm
         if c.qk_layernorm_full_width:
             norm = HeadsWideRMSNorm
         column = (inside or parts).column
@@ -197,9 +220,7 @@ def layer_of(
     if is_dense:
         mlp = ModuleSpec(MLP, submodules=MLPSubmodules((inside or parts).column, parts.row))
     else:
-        matrices = MLPSubmodules(parts.column, parts.row)
-        shared = ModuleSpec(SharedExpertMLP, submodules=matrices)
-        mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(matrices, shared))
+        mlp = experts_of(parts, grouped_experts)
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -213,6 +234,23 @@ def layer_of(
             post_mlp_layernorm=after,
         ),
     )
+
+
+def experts_of(parts: LayerParts, grouped: bool | None) -> ModuleSpec:
+    """Return the spec of a layer of experts built from ``parts``.
+
+    ``grouped``: the experts of a rank have one module per matrix, or one per expert, with Megatron
+    Core's names; None: those of this program.
+    """
+    matrices = MLPSubmodules(parts.column, parts.row)
+    shared = ModuleSpec(SharedExpertMLP, submodules=matrices)
+    experts: MLPSubmodules | ModuleSpec = matrices
+    if grouped and parts.column_behind_norm is not None:
+        both = MLPSubmodules(TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)
+        experts = ModuleSpec(TEGroupedMLP, submodules=both)
+    elif grouped is not None:
+        experts = ModuleSpec(SequentialMLP, submodules=matrices)
+    return ModuleSpec(MoELayer, submodules=MoESubmodules(experts, shared))
 
 
 def without_attention(slots: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
@@ -259,7 +297,15 @@ def get_gpt_layer_with_transformer_engine_spec(
     if use_kitchen:
         raise ConfigError(f"a GPT layer with use_kitchen: {flag_messages.KITCHEN}")
     parts = ENGINE if config is None else transformer_engine_parts(config)
-    return layer_of(parts, num_experts, qk_layernorm, multi_latent_attention, config=config)
+    return layer_of(
+        parts,
+        num_experts,
+        qk_layernorm,
+        multi_latent_attention,
+        config=config,
+        grouped_experts=moe_grouped_gemm if config is None else None,
+        qk_l2_norm=qk_l2_norm,
+    )
 
 
 def get_gpt_decoder_block_spec(
@@ -275,7 +321,10 @@ def get_gpt_decoder_block_spec(
     Transformer Engine's, see `get_gpt_layer_with_transformer_engine_spec`.
     """
     parts = ENGINE if use_transformer_engine else LOCAL
-    block = replace(decoder_block_of(parts, config), layer_norm=parts.norm)
+    block = decoder_block_of(
+        parts, config, grouped_experts=config.moe_grouped_gemm, qk_l2_norm=qk_l2_norm
+    )
+    block = replace(block, layer_norm=parts.norm)
     return layers_on_this_stage(block, config, vp_stage)
 
 
@@ -290,9 +339,15 @@ def layers_on_this_stage(
     return replace(block, layer_specs=[specs[i] for i in stage])
 
 
-def decoder_block_of(parts: LayerParts, config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Return a spec for every layer of the model, built from ``parts``."""
-    dense, sparse = (layer_of(parts, n, config=config) for n in (None, config.num_moe_experts))
+def decoder_block_of(
+    parts: LayerParts, config: TransformerConfig, **more: Any
+) -> TransformerBlockSubmodules:
+    """Return a spec for every layer of the model, built from ``parts``.
+
+    ``more``: further arguments of `layer_of`.
+    """
+    kinds = None, config.num_moe_experts
+    dense, sparse = (layer_of(parts, n, config=config, **more) for n in kinds)
     layers = [sparse if has_experts(config, i) else dense for i in range(config.num_layers)]
     return TransformerBlockSubmodules(layers, Norm)
 
