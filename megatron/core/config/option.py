@@ -152,8 +152,8 @@ class CheckedConfig:
     def check(self) -> None:
         """Raise ConfigError if values contradict each other; again only after an assignment."""
         if not vars(self).get(_IS_CHECKED):
-            own = [problem_of_value(f, getattr(self, f.name)) for f in fields(self)]  # type: ignore
-            if problems := [*filter(None, own), *self.problems()]:
+            of_fields = (problem_of_value(f, getattr(self, f.name)) for f in fields(self))  # type: ignore
+            if problems := [*filter(None, of_fields)] or [*self.problems()]:
                 raise ConfigError("; ".join(problems))
             vars(self)[_IS_CHECKED] = True
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from megatron.core.config.option import CheckedConfig
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.module_state import ShardedModule
 from megatron.core.params.param_init import initialize_parameters
@@ -22,6 +23,8 @@ class MegatronModule(ShardedModule):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        if isinstance(config, CheckedConfig):  # a project's module may have none
+            config.check()
         self.config = config
 
     def fill_parameters(self) -> None:

@@ -7,7 +7,7 @@ see `CheckedConfig` for values that are assigned later.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +126,8 @@ class TransformerConfig(
             self.num_query_groups = self.num_attention_heads
         if self.num_moe_experts is not None and self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
+        if (self.moe_expert_capacity_factor or 0) < 0:
+            self.moe_expert_capacity_factor = None
         if self.apply_query_key_layer_scaling:
             self.attention_softmax_in_fp32 = True
         if self.mtp_loss_scaling_factor is None:
@@ -145,6 +147,41 @@ class TransformerConfig(
         if _is_derived(self.embedding_init_method):
             own = self.init_method if std is None else Init("normal", std, is_derived=True)
             self.embedding_init_method = own
+
+    def problems(self) -> Iterator[str]:
+        """Yield an error message for each combination of values that is not possible."""
+        yield from self.head_problems()
+        yield from self.moe_problems() if self.num_moe_experts else self.dense_problems()
+        yield from self.precision_problems()
+
+    def head_problems(self) -> Iterator[str]:
+        """Yield an error message for heads that the tensor-parallel ranks cannot divide."""
+        ranks = self.tensor_model_parallel_size
+        heads = {"--num-attention-heads": self.num_attention_heads}
+        if self.num_query_groups != self.num_attention_heads:
+            heads["--num-query-groups"] = self.num_query_groups
+        for flag, count in heads.items():
+            if count % ranks:
+                yield (
+                    f"{flag} {count} cannot be split over --tensor-model-parallel-size {ranks}: "
+                    f"use a tensor-parallel size that divides {count}"
+                )
+
+    def dense_problems(self) -> Iterator[str]:
+        """Yield an error message for expert parallelism without experts."""
+        if self.expert_model_parallel_size > 1:
+            yield (
+                f"--expert-model-parallel-size {self.expert_model_parallel_size} needs "
+                "--num-experts: a dense model has no experts to split over ranks"
+            )
+
+    def precision_problems(self) -> Iterator[str]:
+        """Yield an error message for two dtypes of parameters."""
+        if self.fp16 and self.bf16:
+            yield (
+                "--bf16 and --fp16 exclude each other: keep --bf16 on hardware with bf16 matmuls, "
+                "--fp16, with its loss scaling, on older GPUs"
+            )
 
     def _initialization(self, std: float) -> Init:
         if self.init_method_xavier_uniform:

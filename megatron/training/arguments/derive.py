@@ -267,11 +267,10 @@ def recomputation(ns: Namespace) -> Iterator[str]:
 
 
 def experts(ns: Namespace) -> None:
-    """Set MoE layers from a hybrid pattern, and resolve upcycling and capacity.
+    """Set MoE layers from a hybrid pattern, and resolve upcycling.
 
     The letters E of --hybrid-override-pattern replace --moe-layer-freq.  --moe-use-upcycling with
-    --load implies --finetune: a dense checkpoint has only weights to load.  A negative
-    --moe-expert-capacity-factor means no capacity limit.
+    --load implies --finetune: a dense checkpoint has only weights to load.
     """
     if model_kind(ns.model_kind).is_hybrid:
         pattern = ns.hybrid_override_pattern or ""
@@ -279,8 +278,6 @@ def experts(ns: Namespace) -> None:
         ns.moe_layer_freq = tuple(int(x == EXPERTS) for x in pattern) if is_whole else 1
     if ns.moe_use_upcycling and ns.load is not None:
         ns.finetune = True
-    if (ns.moe_expert_capacity_factor or 0) < 0:
-        ns.moe_expert_capacity_factor = None
 
 
 def batch_sizes(ns: Namespace) -> None:

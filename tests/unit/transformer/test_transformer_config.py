@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.params.param_info import ParamInfo, name_parameters
 from megatron.core.params.param_init import initialize_parameters, new_parameter, param_info_for
 from megatron.core.transformer.layer_layout import layer_ranges
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
@@ -71,6 +72,28 @@ def test_values_are_checked_at_construction_and_assignment(
     with pytest.raises(ConfigError, match=message):
         setattr(config, name, value)
     assert getattr(config, name) == before
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"fp16": True, "bf16": True}, "--bf16 and --fp16 exclude each other"),
+        ({"tensor_model_parallel_size": 3}, "--num-attention-heads 4 cannot be split over"),
+        ({"tensor_model_parallel_size": 4, "num_query_groups": 2}, "--num-query-groups 2 cannot"),
+        ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2 needs --num-experts"),
+        ({"num_moe_experts": 4, "moe_enable_deepep": True}, "needs --moe-token-dispatcher-type"),
+    ],
+)
+def test_contradictions_are_found_at_construction_and_at_the_use_of_a_changed_config(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(**values)
+    config = config_of()
+    for name, value in values.items():
+        setattr(config, name, value)
+    with pytest.raises(ConfigError, match=message):
+        MegatronModule(config)
 
 
 def test_one_value_or_a_list_may_be_given() -> None:

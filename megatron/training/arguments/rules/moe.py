@@ -24,17 +24,7 @@ _ROUTER = where(
         "{--moe-router-topk} is not between 1 and {--num-experts}": lambda c: (
             not 1 <= c.moe_router_topk <= c.num_moe_experts
         ),
-        "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over one expert is "
-        "always 1, so the router would have no gradient": lambda c: (
-            c.moe_router_topk == 1
-            and c.moe_router_score_function == "softmax"
-            and not c.moe_router_pre_softmax
-            and c.load_balancing_types != ("sinkhorn",)
-        ),
-        "--moe-router-enable-expert-bias needs --moe-router-score-function "
-        "sigmoid: add it": lambda c: (
-            c.moe_router_enable_expert_bias and c.moe_router_score_function == "softmax"
-        ),
+        "{found}": lambda c: list(c.config.model.moe_problems()),
         "--moe-apply-probs-on-input needs --moe-router-topk 1, not {moe_router_topk}": lambda c: (
             c.moe_apply_probs_on_input and c.moe_router_topk != 1
         ),
@@ -121,15 +111,9 @@ _BALANCING = where(
 _DISPATCHER = where(
     "--num-experts",
     {
-        "--moe-enable-deepep needs --moe-token-dispatcher-type flex": None,
         "--moe-enable-deepep and --moe-shared-expert-overlap exclude each other: keep the first "
         "for DeepEP's fused dispatch, the second to compute shared experts during the all-to-all "
         "of --moe-token-dispatcher-type alltoall": None,
-        "--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall or flex: "
-        "allgather has no all-to-all to overlap": lambda c: (
-            c.moe_shared_expert_overlap and c.moe_token_dispatcher_type == "allgather"
-        ),
-        "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor": None,
     },
 )
 
@@ -208,10 +192,7 @@ _UPCYCLING = where(
 RULES = rules(
     where(
         lambda c: c.num_moe_experts is None,
-        {
-            "{--expert-model-parallel-size} needs --num-experts: a dense model has no experts to "
-            "split over ranks": lambda c: c.expert_model_parallel_size > 1,
-        },
+        {"{found}": lambda c: list(c.config.model.dense_problems())},
     ),
     where(
         "--num-experts",

@@ -53,13 +53,6 @@ def _find_undivided_ranks(c: Settings) -> list[str]:
     return [f"{count} {name}" for name, count in counts.items() if count % instances]
 
 
-def _find_undivided_heads(c: Settings) -> list[tuple[str, int]]:
-    counts = {"--num-attention-heads": c.num_attention_heads}
-    if c.asked["group_query_attention"]:
-        counts["--num-query-groups"] = c.num_query_groups
-    return [(f, count) for f, count in counts.items() if count % c.tensor_model_parallel_size]
-
-
 _SIZES = rules(
     {
         "{world_size} ranks cannot be divided into {--tensor-model-parallel-size} x "
@@ -80,10 +73,7 @@ _SIZES = rules(
         lambda c: c.tensor_model_parallel_size >= 1,
         where(
             lambda c: c.has_layer(ATTENTION),
-            {
-                "{found[0]} {found[1]} cannot be split over {--tensor-model-parallel-size}: use a "
-                "tensor-parallel size that divides {found[1]}": _find_undivided_heads,
-            },
+            {"{found}": lambda c: list(c.config.model.head_problems())},
         ),
         {
             "{--ffn-hidden-size} is not a multiple of {--tensor-model-parallel-size}: change one "

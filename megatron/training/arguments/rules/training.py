@@ -371,8 +371,7 @@ def _find_partial_blocks(c: Settings) -> list[tuple[str, int, int]]:
 
 _PRECISION = rules(
     {
-        "--bf16 and --fp16 exclude each other: keep --bf16 on hardware with bf16 matmuls, --fp16, "
-        "with its loss scaling, on older GPUs": None,
+        "{found}": lambda c: list(c.config.model.precision_problems()),
         "--fp16-lm-cross-entropy needs --fp16, and the loss is computed in fp32 with it too: use "
         "--loss-chunk-size to reduce the memory of logits": None,
         "--fp32-residual-connection needs --bf16 or --fp16: without them "
