@@ -17,7 +17,12 @@ from torch.distributed import ProcessGroup
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.param_groups import ParamGroupOverride, ParamKey, ParamPredicate
+from megatron.core.optimizer.param_groups import (
+    ParamCondition,
+    ParamGroupOverride,
+    ParamKey,
+    ParamPredicate,
+)
 from megatron.core.optimizer.update_rules import UpdateRule
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -199,8 +204,8 @@ class ChainedOptimizer(MegatronOptimizer):
 def get_megatron_muon_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],
-    no_weight_decay_cond: Any = None,
-    scale_lr_cond: Any = None,
+    no_weight_decay_cond: ParamCondition | None = None,
+    scale_lr_cond: ParamCondition | None = None,
     lr_mult: float = 1.0,
     *,
     config_overrides: Mapping[ParamKey, ParamGroupOverride] | None = None,

@@ -245,7 +245,8 @@ class AdamW(UpdateRule):
             [state["exp_avg"] for state in chunk.states],
             [state["exp_avg_sq"] for state in chunk.states],
             [],
-            [state["step"] for state in chunk.states],
+            # Not the entries of the states, which projects may have moved to the host and back.
+            [self._steps[chunk.values[0].device]] * len(chunk.values),
             lr=group["lr"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],

@@ -150,16 +150,26 @@ def _offload(ddp: DistributedDataParallel, optimizer: MegatronOptimizer) -> None
         for param in group:
             param.data = param.data.to("cpu").clone()
     for state in optimizer.optimizer.state.values():
-        for key in ("exp_avg", "exp_avg_sq"):
-            state[key] = state[key].to("cpu", non_blocking=True)
+        for key, value in state.items():
+            value = value.to("cpu", non_blocking=True)
+            state[key] = value.clone() if isinstance(value, Tensor) else value
     optimizer.optimizer._move_new_state_to_right_device()
 
 
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_offloading_by_walking_buffers_and_state_changes_nothing(moments: torch.dtype):
+@pytest.mark.parametrize(
+    ("dtype", "moments"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_offloading_by_walking_buffers_and_state_changes_nothing(
+    dtype: torch.dtype, moments: torch.dtype
+):
     runs = []
     for _ in range(2):
-        ddp = wrapped(TinyModel(dtype=torch.bfloat16), **SHARDED)
+        ddp = wrapped(TinyModel(dtype=dtype), **SHARDED)
         config = OptimizerConfig(**NUMBERS, **SHARDED)
         config.use_precision_aware_optimizer = moments != torch.float32
         config.exp_avg_dtype = config.exp_avg_sq_dtype = moments
