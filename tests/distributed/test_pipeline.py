@@ -47,6 +47,7 @@ class Layout:
     ddp: tuple[tuple[str, Any], ...] = ()
     optimizer: str = "sgd"
     steps: int = STEPS
+    varies: bool = False  # lengths of micro-batches differ, and stages exchange shapes
 
     @property
     def alone(self) -> Layout:
@@ -57,6 +58,7 @@ class Layout:
             per_token=self.per_token,
             optimizer=self.optimizer,
             steps=self.steps,
+            varies=self.varies,
         )
 
 
@@ -85,6 +87,7 @@ def build(layout: Layout, groups: Any) -> list[DistributedDataParallel]:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
         pipeline_schedule=layout.schedule,
+        variable_seq_lengths=layout.varies,
         **dict(layout.model),
     )
     placement = placement_of(layout.schedule, layout.pp, layout.chunks)
@@ -114,8 +117,9 @@ def batches(layout: Layout, step: int, dp_rank: int) -> Iterator[dict[str, Tenso
     """This replica's share of the step's micro-batches; some tokens carry no loss."""
     for number in range(dp_rank, layout.microbatches, layout.dp):
         generator = torch.Generator().manual_seed(1000 * step + number)
-        ids = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=generator)
-        mask = torch.rand(2, LENGTH, generator=generator) < 0.7
+        length = LENGTH - 2 * (number % 3) * layout.varies
+        ids = torch.randint(0, VOCABULARY, (2, length + 1), generator=generator)
+        mask = torch.rand(2, length, generator=generator) < 0.7
         yield {"tokens": ids[:, :-1], "labels": ids[:, 1:], "mask": mask.double()}
 
 
@@ -123,10 +127,9 @@ def forward_step(data: Iterator[dict[str, Tensor]], model: Any) -> Any:
     stage, batch = model.module, dict.fromkeys(("tokens", "labels", "mask"))
     if stage.pre_process or stage.post_process:
         batch = next(data)
-    positions = torch.arange(LENGTH).expand(2, LENGTH)
     output = model(
         batch["tokens"] if stage.pre_process else None,
-        positions if stage.pre_process else None,
+        torch.arange(batch["tokens"].shape[1]).expand(2, -1) if stage.pre_process else None,
         None,
         labels=batch["labels"] if stage.post_process else None,
     )
@@ -167,7 +170,7 @@ def train(rank: int, world_size: int, layout: Layout) -> Trained:
             data_iterator=[batches(layout, step, groups.dp.rank()) for _ in chunks],
             model=chunks,
             num_microbatches=layout.microbatches // layout.dp,
-            seq_length=LENGTH,
+            seq_length=1 if layout.varies else LENGTH,
             micro_batch_size=2,
             pg_collection=groups,
             hooks=StepHooks(finalize_model_grads_func=finalize_model_grads),
@@ -260,6 +263,10 @@ LAYOUTS = {
     "pp2-dp2-zb-v": Layout(pp=2, chunks=2, dp=2, schedule="zb-v", ddp=OVERLAP, per_token=True),
     "pp2-waiting": Layout(pp=2, chunks=2, model=(("overlap_p2p_comm", False),)),
     "pp2-early": Layout(pp=2, chunks=2, model=(("overlap_p2p_comm_warmup_flush", True),)),
+    "pp2-vpp2-variable": Layout(pp=2, chunks=2, varies=True),
+    "pp2-tp2-sp-zb-h1-variable": Layout(
+        pp=2, tp=2, schedule="zb-h1", varies=True, model=(("sequence_parallel", True),)
+    ),
 }
 
 
@@ -273,6 +280,7 @@ DEFAULT = (
     "pp2-tp2-sp-zb-v-llama",
     "pp2-waiting",
     "pp2-early",
+    "pp2-vpp2-variable",
 )  # of `make test`
 
 

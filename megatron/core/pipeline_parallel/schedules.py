@@ -100,7 +100,7 @@ def forward_backward(
         placement,
         groups.pp,
         hooks,
-        shapes=shapes,
+        shapes=None if config.variable_seq_lengths else shapes,
         dtype=dtype,
         waits_at_once=not config.overlap_p2p_comm,
     )

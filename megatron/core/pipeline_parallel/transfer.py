@@ -5,7 +5,8 @@ Two stages on one rank share the mailbox and need no communication; between rank
 of the plan sends the tensor.
 
 Order of communication: each TransferBatch of a rank in the order of its plan, one
-``batch_isend_irecv`` over pp.  Transfers between two ranks are matched by order, not by tag.
+``batch_isend_irecv`` over pp, and one before it if shapes vary.  Transfers between two ranks are
+matched by order, not by tag.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Mailbox:
     """Tensors that stages send and receive in one step, all of one ``dtype``.
 
     ``shapes[i]`` is the shape of the activation that stage i sends to stage i + 1, and of its
-    gradient.  ``waits_at_once`` waits for each TransferBatch where it is posted (no overlap).
+    gradient; without ``shapes`` each activation may have another one, with three dimensions, which
+    is sent before it.  ``waits_at_once`` waits for each TransferBatch where it is posted (no
+    overlap).
     """
 
     def __init__(
@@ -39,7 +42,7 @@ class Mailbox:
         pp_group: ProcessGroup,
         hooks: StepHooks,
         *,
-        shapes: Sequence[tuple[int, ...]],
+        shapes: Sequence[tuple[int, ...]] | None,
         dtype: torch.dtype,
         waits_at_once: bool = False,
     ) -> None:
@@ -49,6 +52,8 @@ class Mailbox:
         self.shapes = shapes
         self.dtype = dtype
         self.waits_at_once = waits_at_once
+        # Without shapes: (micro-batch, stage that sends the activation) -> its shape.
+        self._seen: dict[tuple[int, int], tuple[int, ...]] = {}
         self._tensors: dict[Transfer, Tensor] = {}  # put but not sent, or received but not taken
         # Requests of receives that `take` has not waited for yet.
         self._arriving: dict[Transfer, dist.Work] = {}
@@ -59,6 +64,8 @@ class Mailbox:
 
     def put(self, transfer: Transfer, tensor: Tensor) -> None:
         """Store the tensor that ``transfer`` sends, or that another stage of this rank takes."""
+        if self.shapes is None and transfer.kind == "activation":
+            self._seen[transfer.microbatch, transfer.source] = tuple(tensor.shape)
         shape = self._shape(transfer)
         assert (tuple(tensor.shape), tensor.dtype) == (shape, self.dtype), (
             f"stage {transfer.source} made {tuple(tensor.shape)} of {tensor.dtype}, "
@@ -74,6 +81,8 @@ class Mailbox:
         with self.hooks.timed(_name(batch)):
             # At most one TransferBatch of sends is open: this bounds the memory that sends hold.
             _wait(self._leaving)
+            if self.shapes is None:
+                self._exchange_shapes(batch)
             sent = [self._tensors.pop(transfer).contiguous() for transfer in batch.sends]
             received = [
                 torch.empty(self._shape(transfer), dtype=self.dtype, device=device.current())
@@ -83,18 +92,7 @@ class Mailbox:
                 f"{transfer.kind} of microbatch {transfer.microbatch}"
                 for transfer in (*batch.sends, *batch.receives)
             )
-            peers = [t.target for t in batch.sends], [t.source for t in batch.receives]
-            ends: list[tuple[Any, Tensor, int]]
-            ends = [(dist.isend, *end) for end in zip(sent, peers[0], strict=True)]
-            ends += [(dist.irecv, *end) for end in zip(received, peers[1], strict=True)]
-            location = self.placement.location
-            group = self.pp_group
-            works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(operation, tensor, group=group, group_peer=location(stage)[0])
-                    for operation, tensor, stage in ends
-                ]
-            )
+            works = self._start(batch.sends, sent, batch.receives, received)
             if len(works) == 1:  # NCCL returns one request for the whole batch
                 works *= len(sent) + len(received)
             self._leaving = []
@@ -106,6 +104,39 @@ class Mailbox:
                 self._leaving = works[: len(sent)]
                 self._held = sent
                 self._arriving.update(zip(batch.receives, works[len(sent) :], strict=True))
+
+    def _start(
+        self,
+        sends: Sequence[Transfer],
+        sent: Sequence[Tensor],
+        receives: Sequence[Transfer],
+        received: Sequence[Tensor],
+    ) -> list[dist.Work]:
+        """Start to send and to receive tensors; return the requests."""
+        ends: list[tuple[Any, Tensor, int]]
+        ends = [(dist.isend, x, t.target) for x, t in zip(sent, sends, strict=True)]
+        ends += [(dist.irecv, x, t.source) for x, t in zip(received, receives, strict=True)]
+        location = self.placement.location
+        group = self.pp_group
+        return dist.batch_isend_irecv(
+            [
+                dist.P2POp(operation, tensor, group=group, group_peer=location(stage)[0])
+                for operation, tensor, stage in ends
+            ]
+        )
+
+    def _exchange_shapes(self, batch: TransferBatch) -> None:
+        """Tell the receivers of activations their shapes; a gradient has that of its activation."""
+        sends = [t for t in batch.sends if t.kind == "activation"]
+        receives = [t for t in batch.receives if t.kind == "activation"]
+        if not sends and not receives:
+            return
+        here = device.current()
+        sent = [torch.tensor(self._shape(transfer), device=here) for transfer in sends]
+        received = [torch.empty(3, dtype=torch.int64, device=here) for _ in receives]
+        _wait(self._start(sends, sent, receives, received))
+        for transfer, shape in zip(receives, received, strict=True):
+            self._seen[transfer.microbatch, transfer.source] = tuple(shape.tolist())
 
     def take(self, transfer: Transfer) -> Tensor:
         """Return the tensor of ``transfer``, after waiting for its receive."""
@@ -121,7 +152,10 @@ class Mailbox:
         assert not self._tensors, f"never received: {', '.join(map(str, self._tensors))}"
 
     def _shape(self, transfer: Transfer) -> tuple[int, ...]:
-        return tuple(self.shapes[min(transfer.source, transfer.target)])
+        stage = min(transfer.source, transfer.target)
+        if self.shapes is None:
+            return self._seen[transfer.microbatch, stage]
+        return tuple(self.shapes[stage])
 
 
 def _wait(works: Iterable[dist.Work]) -> None:

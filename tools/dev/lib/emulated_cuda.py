@@ -61,6 +61,7 @@ def _returns(value: Any) -> Callable[..., Any]:
 EMULATED: dict[tuple[Any, str], Any] = {
     # Devices: the CPU is the current one.
     (torch.cuda, "current_device"): _returns(CPU),
+    (torch.cuda, "device_count"): _returns(1),
     (torch.cuda, "set_device"): _returns(None),
     (torch.cuda, "device"): _Nothing,
     (torch.Tensor, "cuda"): _same,

@@ -357,8 +357,11 @@ class LanguageModule(MegatronModule):
             )
 
     def tokens_in_row(self, input_ids: Tensor | None, received: Tensor | None) -> int:
-        """Return the tokens per sequence, also for states that sequence parallelism has split."""
-        if input_ids is not None:
+        """Return the tokens per sequence, also for states that sequence parallelism has split.
+
+        A later stage does not read ``input_ids``: there projects pass ids of another layout.
+        """
+        if input_ids is not None and (self.pre_process or received is None):
             return input_ids.shape[1]
         assert received is not None, "a later stage needs set_input_tensor"
         cut = self.tp_group.size() if self.config.sequence_parallel else 1
