@@ -198,11 +198,8 @@ def test_collections_take_megatron_cores_names(start: Callable[[int, int], None]
     assert given.tp is groups.tp
     with pytest.raises(ValueError, match="Invalid process groups requested"):
         ModelCommProcessGroups.use_mpu_process_groups(["xx"])
-    groups, on_cpu = ps.create_hierarchical_groups(3, [0, 1, 2, 3], [2, 2])
-    assert [dist.get_process_group_ranks(group) for group in groups] == [[2, 3], [1, 3]]
-    assert on_cpu == [None, None]
     with pytest.warns(UserWarning, match="nccl or gloo"):  # this world has neither
-        ps.update_pg_timeout(timedelta(minutes=1), groups[0])
+        ps.update_pg_timeout(timedelta(minutes=1), dist.group.WORLD)
 
 
 def test_a_memory_buffer_is_used_again() -> None:

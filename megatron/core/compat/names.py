@@ -319,7 +319,7 @@ NAMES: PathTable = {
     # -- Parallelism
     "core.parallel.parallel_state": {
         "core.compat.parallel": "RankGenerator generate_masked_orthogonal_rank_groups create_group "
-        "create_hierarchical_groups get_nccl_options overwrite_nccl_comm_cfgs update_pg_timeout "
+        "get_nccl_options update_pg_timeout "
         "get_global_memory_buffer destroy_global_memory_buffer "
         "_set_global_memory_buffer=set_global_memory_buffer",
     },
@@ -355,7 +355,11 @@ NAMES: PathTable = {
     },
     "core.tensor_parallel.random": {
         "core.compat.tensor_parallel": "get_data_parallel_rng_tracker_name "
-        "get_expert_parallel_rng_tracker_name",
+        "get_expert_parallel_rng_tracker_name CheckpointFunction detach_variable "
+        "gather_split_1d_tensor _fork_rng=fork_rng",
+        "core.compat.utils": "safely_set_viewless_tensor_data",
+        "core.tensor_parallel.random": "_set_all_rng_states=set_all_rng_states "
+        "_get_all_rng_states=get_all_rng_states",
     },
     "core.tensor_parallel.utils": {
         "core.compat.tensor_parallel": "VocabUtility gather_split_1d_tensor "
@@ -363,15 +367,13 @@ NAMES: PathTable = {
         "core.utils": "divide",
     },
     "core.utils": {
-        "core.compat.utils": "WrappedTensor MakeViewlessTensor make_viewless_tensor "
-        "assert_viewless_tensor safely_set_viewless_tensor_data unwrap_model get_model_type "
-        "get_model_xattn is_submodule get_pg_rank get_pg_size log_on_each_pipeline_stage "
-        "get_tensor_model_parallel_group_if_none check_param_hashes_across_dp_replicas "
+        "core.compat.utils": "WrappedTensor MakeViewlessTensor make_viewless_tensor unwrap_model "
+        "safely_set_viewless_tensor_data get_pg_rank get_pg_size to_local_if_dtensor "
+        "get_tensor_model_parallel_group_if_none get_data_parallel_group_if_dtensor "
+        "check_param_hashes_across_dp_replicas init_method_normal scaled_init_method_normal "
         "get_torch_version get_te_version get_fa_version is_torch_min_version is_te_min_version "
-        "is_fa_min_version init_method_normal scaled_init_method_normal to_local_if_dtensor "
-        "get_full_tensor_if_necessary get_data_parallel_group_if_dtensor "
-        "prepare_input_tensors_for_wgrad_compute drain_embedding_wgrad_compute "
-        "local_multi_tensor_applier local_multi_tensor_l2_norm local_multi_tensor_scale",
+        "is_fa_min_version drain_embedding_wgrad_compute local_multi_tensor_applier "
+        "local_multi_tensor_l2_norm",
         "core.compat.parallel": "GlobalMemoryBuffer",
         "core.compat.config": "ExperimentalNotEnabledError experimental_cls experimental_fn",
     },

@@ -79,39 +79,6 @@ def create_group(
     return group
 
 
-def create_hierarchical_groups(
-    rank: int,
-    ranks: Sequence[int],
-    hierarchical_group_sizes: Sequence[int],
-    create_gloo_process_groups: bool = False,
-    pg_options: object = None,
-    timeout: timedelta | None = None,
-    group_desc: str | None = None,
-) -> tuple[list[ProcessGroup], list[ProcessGroup | None]]:
-    """Create the groups of each level over ``ranks``; return those of ``rank``.
-
-    Level 0 joins neighbors, each further level the ranks with the same place in the level before.
-    Also returns the same groups for tensors on the CPU, or None for each.  Collective over all
-    ranks.
-    """
-    levels = {str(level): size for level, size in enumerate(hierarchical_group_sizes)}
-    options = pg_options if isinstance(pg_options, list) else [pg_options] * len(levels)
-    groups: list[ProcessGroup] = []
-    on_cpu: list[ProcessGroup | None] = []
-    for level in levels:
-        for places in RankGrid(levels).groups(level):
-            members = [ranks[place] for place in places]
-            name = f"{group_desc}_L{level}"
-            group = create_group(members, timeout, None, options[int(level)], False, name)
-            gloo = None
-            if create_gloo_process_groups:
-                gloo = create_group(members, timeout, "gloo", None, False, f"{name}_GLOO")
-            if rank in members:
-                groups.append(group)
-                on_cpu.append(gloo)
-    return groups, on_cpu
-
-
 def get_nccl_options(
     pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]
 ) -> dist.ProcessGroupNCCL.Options | None:
@@ -126,14 +93,6 @@ def get_nccl_options(
     except ValueError as error:
         raise RuntimeError(str(error).replace("group tp", f"group {pg_name}")) from error
     return settings.get("tp", CommunicatorSettings()).torch_options(None)
-
-
-def overwrite_nccl_comm_cfgs(
-    nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, Any]
-) -> None:
-    """Set one NCCL option of group ``pg_name`` in ``nccl_comm_cfgs``."""
-    key, value = key_value_pair
-    nccl_comm_cfgs.setdefault(pg_name, {})[key] = value
 
 
 def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:

@@ -74,51 +74,6 @@ class P2PCommunicator:
             input_tensor_grads,
         )
 
-    def send_forward_recv_forward(
-        self,
-        output_tensor: Tensor | None,
-        recv_prev: bool,
-        tensor_shape: Shape,
-        overlap_p2p_comm: bool = False,
-    ) -> Any:
-        """Send hidden states to the next stage, and receive those of the previous one.
-
-        With ``overlap_p2p_comm`` also return requests to wait for: none, all have ended.
-        """
-        received = self._exchange(
-            to_next=output_tensor, from_prev=tensor_shape if recv_prev else None
-        )[0]
-        return (received, {}) if overlap_p2p_comm else received
-
-    def send_backward_recv_backward(
-        self,
-        input_tensor_grad: Tensor | None,
-        recv_next: bool,
-        tensor_shape: Shape,
-        overlap_p2p_comm: bool = False,
-    ) -> Any:
-        """Send a gradient to the previous stage, and receive that of the next one."""
-        received = self._exchange(
-            to_prev=input_tensor_grad, from_next=tensor_shape if recv_next else None
-        )[1]
-        return (received, {}) if overlap_p2p_comm else received
-
-    def send_forward_backward_recv_forward_backward(
-        self,
-        output_tensor: Tensor | None,
-        input_tensor_grad: Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-        tensor_shape: Shape,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Send to both neighbors and receive from both: hidden states and a gradient."""
-        return self._exchange(
-            to_next=output_tensor,
-            to_prev=input_tensor_grad,
-            from_prev=tensor_shape if recv_prev else None,
-            from_next=tensor_shape if recv_next else None,
-        )
-
     def _each(self, first: Any, is_at_end: bool, call: Any, *others: Any) -> Tensors:
         """Call ``call`` for each element, in order; with None where nothing is communicated."""
         is_list = isinstance(first, list) and not all(isinstance(n, int) for n in first)

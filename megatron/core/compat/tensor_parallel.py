@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from megatron.core.tensor_parallel.random import (
     DATA_PARALLEL_STREAM,
     EXPERT_PARALLEL_STREAM,
     MODEL_PARALLEL_STREAM,
+    checkpoint,
+    get_all_rng_states,
     get_rng_tracker,
+    set_all_rng_states,
 )
 from megatron.core.utils import divide
 
@@ -205,3 +209,26 @@ def get_data_parallel_rng_tracker_name() -> str:
 def get_expert_parallel_rng_tracker_name() -> str:
     """Return the name of the random stream of experts."""
     return EXPERT_PARALLEL_STREAM
+
+
+@contextlib.contextmanager
+def fork_rng() -> Iterator[None]:
+    """Restore all random states at the end of the context."""
+    states = get_all_rng_states()
+    try:
+        yield
+    finally:
+        set_all_rng_states(*states)
+
+
+def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the tensors of ``inputs`` without their graphs, and the other values."""
+    return tuple(
+        x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs
+    )
+
+
+class CheckpointFunction:
+    """Its ``apply`` is `checkpoint`; projects that replace its ``backward`` do not change that."""
+
+    apply = staticmethod(checkpoint)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from megatron.core.params.param_info import info_of
 from megatron.core.params.param_init import Init
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import get_attr_wrapped_model
 
 # -- versions ---------------------------------------------------------------------------------
 
@@ -97,13 +95,6 @@ def get_tensor_model_parallel_group_if_none(
     return parallel_state.get_tensor_model_parallel_group(check_initialized)
 
 
-def log_on_each_pipeline_stage(logger: logging.Logger, *args: Any, **kwargs: Any) -> None:
-    """Call ``logger.log`` on one rank of each pipeline stage."""
-    groups = parallel_state.current()
-    if groups.dp_cp.rank() == 0 and groups.tp.rank() == 0:
-        logger.log(*args, **kwargs)
-
-
 def check_param_hashes_across_dp_replicas(
     model: Sequence[nn.Module], cross_check: bool = False
 ) -> bool:
@@ -144,26 +135,6 @@ def unwrap_model(model: Any, module_instances: Any = None) -> Any:
     while isinstance(model, _WRAPPERS if module_instances is None else module_instances):
         model = model.module
     return model
-
-
-def get_model_type(model: Any) -> Any:
-    """Return the attribute ``model_type`` of a model, which wrappers may enclose."""
-    return get_attr_wrapped_model(model, "model_type")
-
-
-def get_model_xattn(model: Any) -> bool:
-    """Return whether the decoder of a model attends to an encoder (``xattn_needed``)."""
-    try:
-        return bool(get_attr_wrapped_model(model, "xattn_needed"))
-    except RuntimeError:
-        return False
-
-
-def is_submodule(module: nn.Module, parent_module: nn.Module, strict: bool = True) -> bool:
-    """Return whether ``parent_module`` contains ``module``; unless ``strict``, or is it."""
-    if module is parent_module:
-        return not strict
-    return any(module is each for each in parent_module.modules())
 
 
 def init_method_normal(sigma: float) -> Init:
@@ -220,28 +191,15 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     return make(inp, requires_grad)
 
 
-def assert_viewless_tensor(tensor: Any, extra_msg: str | None = None) -> Any:
-    """Return ``tensor``; raise AssertionError if it, or an element of the list, is a view."""
-    for each in tensor if isinstance(tensor, list) else [tensor]:
-        is_view = isinstance(each, Tensor) and each._base is not None
-        assert not is_view, f"a view keeps the memory of its base: {extra_msg}"
-    return tensor
-
-
 def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> None:
     """Set ``tensor.data``.  Raises AssertionError for a view, whose base would stay in memory."""
-    assert_viewless_tensor(tensor, f"shape {tuple(tensor.shape)}")
+    assert tensor._base is None, f"a view of shape {tuple(tensor.shape)} keeps its base in memory"
     tensor.data = new_data_tensor
 
 
 def to_local_if_dtensor(tensor: Any) -> Any:
     """Return this rank's part of a DTensor; other values unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def get_full_tensor_if_necessary(tensor: Any) -> Any:
-    """Return the complete tensor of a DTensor; other values unchanged.  Collective."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def get_data_parallel_group_if_dtensor(
@@ -261,13 +219,6 @@ def get_data_parallel_group_if_dtensor(
 # -- gradients --------------------------------------------------------------------------------
 
 
-def prepare_input_tensors_for_wgrad_compute(
-    grad_output: Tensor, all_gathered_input: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return both tensors as contiguous rows, [s, b, n] -> [s * b, n]."""
-    return tuple(t.contiguous().flatten(0, -2) for t in (grad_output, all_gathered_input))  # type: ignore[return-value]
-
-
 def drain_embedding_wgrad_compute(
     config: Any,
     embedding_activation_buffer: list[Tensor],
@@ -283,8 +234,8 @@ def drain_embedding_wgrad_compute(
     while embedding_activation_buffer:
         x = embedding_activation_buffer.pop(0)
         x = all_gather_first_dim(x, tp_group) if config.sequence_parallel else x
-        grad, x = prepare_input_tensors_for_wgrad_compute(grad_output_buffer.pop(0), x)
-        weight.main_grad.add_((grad.t() @ x).to(weight.main_grad.dtype))
+        gradient = grad_output_buffer.pop(0).flatten(0, -2).t() @ x.flatten(0, -2)
+        weight.main_grad.add_(gradient.to(weight.main_grad.dtype))
 
 
 def local_multi_tensor_applier(
@@ -300,11 +251,3 @@ def local_multi_tensor_l2_norm(
     """Return the norm of all tensors, as a tensor of one element."""
     norms = [torch.linalg.vector_norm(t.float()) for tensors in tensor_lists for t in tensors]
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
-
-
-def local_multi_tensor_scale(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Any, scale: float
-) -> None:
-    """Write the tensors of the first list, multiplied by ``scale``, to those of the second."""
-    for source, target in zip(*tensor_lists, strict=True):
-        target.copy_(source * scale)

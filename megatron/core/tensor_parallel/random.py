@@ -187,11 +187,11 @@ def fork_for_tokens(
 # -- recomputation --------------------------------------------------------------------------
 
 
-def _rng_states() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def get_all_rng_states() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return torch.get_rng_state(), device.rng_state(), _tracker.get_states()
 
 
-def _set_rng_states(of_host: Tensor, of_device: Tensor, streams: dict[str, Tensor]) -> None:
+def set_all_rng_states(of_host: Tensor, of_device: Tensor, streams: dict[str, Tensor]) -> None:
     torch.set_rng_state(of_host)
     device.set_rng_state(of_device)
     _tracker.set_states(streams)
@@ -211,7 +211,7 @@ class _Call:
     ) -> None:
         self.function = function
         self.group = group
-        self._states = _rng_states()
+        self._states = get_all_rng_states()
         self._args = [_SAVED if torch.is_tensor(arg) else arg for arg in args]
         self._shape = next(filter(torch.is_tensor, args)).shape
 
@@ -228,13 +228,13 @@ class _Call:
             next(rest).detach().requires_grad_(needed) if arg is _SAVED else arg
             for arg, needed in zip(self._args, ctx.needs_input_grad[3:], strict=True)
         ]
-        now = _rng_states()
-        _set_rng_states(*self._states)
+        now = get_all_rng_states()
+        set_all_rng_states(*self._states)
         try:
             with torch.enable_grad():
                 outputs = self.function(*args)
         finally:
-            _set_rng_states(*now)
+            set_all_rng_states(*now)
         return outputs if isinstance(outputs, tuple) else (outputs,), args
 
 
