@@ -191,12 +191,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
-def name_parameters(model: nn.Module, rename: dict[str, str] | None = None) -> None:
+def name_parameters(
+    model: nn.Module, rename: dict[str, str] | None = None, *, only_new: bool = False
+) -> None:
     """Set the name in the record of each parameter and buffer of ``model``.
 
     Names do not depend on the layout or on fused layers.  ``rename`` maps a local prefix to a
     global one (``decoder.layers.0.`` -> ``decoder.layers.4.`` on a later pipeline stage).  A module
-    whose local names depend on the layout has a method ``global_name``.
+    whose local names depend on the layout has a method ``global_name``.  ``only_new``: not of
+    parameters that have a name.
     """
     own_names = [
         (f"{path}." if path else "", module.global_name)
@@ -204,6 +207,8 @@ def name_parameters(model: nn.Module, rename: dict[str, str] | None = None) -> N
         if hasattr(type(module), "global_name")
     ]
     for local_name, param in (*model.named_parameters(), *model.named_buffers()):
+        if only_new and info_of(param).name:
+            continue
         name = local_name
         for path, global_name in own_names:
             if name.startswith(path):

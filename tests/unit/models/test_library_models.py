@@ -171,6 +171,23 @@ def test_an_output_layer_of_a_project_gives_the_values() -> None:
     assert model.embedding.word_embeddings.weight.grad is not None
 
 
+def test_parts_that_a_project_replaces_take_the_places_of_ours() -> None:
+    model = gpt(is_tied=True)
+    old = {name: info_of(param) for name, param in model.named_parameters()}
+    weight = model.decoder.layers[0].mlp.linear_fc1.weight
+    before = weight.detach().clone()
+    model.embedding = LanguageModelEmbedding(model.config, VOCABULARY, LENGTH, "none")
+    new = {name: info_of(param) for name, param in model.named_parameters()}
+    name = "embedding.word_embeddings.weight"
+    assert new == old
+    assert new[name].is_shared_embedding
+    assert torch.equal(weight, before)
+    model.decoder = TransformerBlock(model.config, get_gpt_layer_local_spec())
+    assert {n: info_of(p).name for n, p in model.named_parameters()} == {
+        n: info.name for n, info in old.items()
+    }
+
+
 class OwnRotary(nn.Module):
     """A rotary embedding of a project: positions run at half speed."""
 

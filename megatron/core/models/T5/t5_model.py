@@ -114,8 +114,11 @@ class T5Model(LanguageModule):
         if post_process and self.decoder is not None:
             has_bias = share_embeddings_and_output_weights and config.add_bias_linear
             self.output_layer = self.build_output_layer(bias=has_bias)
-        built = [name for name in ("encoder", "decoder") if getattr(self, name) is not None]
-        self.finalize_parameters(*built, rename=_HEAD)
+        self.finalize_parameters()
+
+    def renamed_parameters(self) -> dict[str, str]:
+        """Rename also the output layer, as Megatron-LM names it."""
+        return {**_HEAD, **super().renamed_parameters()}
 
     def _build_stack(
         self,

@@ -97,7 +97,7 @@ class BertModel(LanguageModule):
             if add_binary_head:
                 self.pooler = Pooler(h, config)
                 self.binary_head = dense(h, 2, config)
-        self.finalize_parameters("encoder")
+        self.finalize_parameters()
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Set the hidden states that the previous stage sent."""

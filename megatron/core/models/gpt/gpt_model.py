@@ -111,7 +111,7 @@ class GPTModel(LanguageModule):
             )
         if post_process:
             self.output_layer = self.build_output_layer()
-        self.finalize_parameters("decoder")
+        self.finalize_parameters()
 
     def build_decoder(self, spec: ModuleSpec | TransformerBlockSubmodules) -> TransformerBlock:
         """Build the stack of layers."""
@@ -339,11 +339,9 @@ class RewardModel(GPTModel):
         set_info(layer.weight, replace(info_of(layer.weight), is_new=True))
         return layer
 
-    def finalize_parameters(self, *stacks: str, rename: dict[str, str] | None = None) -> None:
-        """Name and initialize the parameters; a checkpoint's output layer is of another shape."""
-        super().finalize_parameters(
-            *stacks, rename=(rename or {}) | {"output_layer.weight": "score.weight"}
-        )
+    def renamed_parameters(self) -> dict[str, str]:
+        """Rename the output layer, because a checkpoint's is of another shape."""
+        return {"output_layer.weight": "score.weight", **super().renamed_parameters()}
 
     def logits(self, hidden: Tensor, *, gather: bool) -> Tensor:
         """Raise ConfigError: there are no logits."""

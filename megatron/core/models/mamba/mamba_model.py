@@ -82,6 +82,5 @@ class MambaModel(GPTModel):
         )
         return stack
 
-    def finalize_parameters(self, *stacks: str, rename: dict[str, str] | None = None) -> None:
-        final = {"decoder.final_layernorm.": "decoder.final_norm."}
-        super().finalize_parameters(*stacks, rename=final | (rename or {}))
+    def renamed_parameters(self) -> dict[str, str]:
+        return {"decoder.final_layernorm.": "decoder.final_norm.", **super().renamed_parameters()}

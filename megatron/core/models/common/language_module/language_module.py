@@ -27,7 +27,6 @@ from megatron.core.parallel.context_parallel_partition import held_tokens, row_l
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, name_parameters, set_info
-from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.cross_entropy import true_columns, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, check_token_ids
@@ -60,6 +59,7 @@ class LanguageModule(MegatronModule):
     loss_runner: Callable[[Tensor, Tensor], Tensor] | None = None
     model_type = ModelType.encoder_or_decoder
     _has_seen_positions = False
+    _is_finalized = False  # all parameters have names and values
 
     @library_call("... model_comm_pgs")
     def __init__(self, config: TransformerConfig, *, pg_collection: ProcessGroupCollection) -> None:
@@ -181,21 +181,27 @@ class LanguageModule(MegatronModule):
             mark_as_shared_embedding(layer.weight, is_copy=True)
         return layer
 
-    def finalize_parameters(self, *stacks: str, rename: dict[str, str] | None = None) -> None:
-        """Assign global names, and initialize with the seed of the config.
+    def finalize_parameters(self) -> None:
+        """Assign global names, and initialize with the seed of the config."""
+        name_parameters(self, self.renamed_parameters())
+        self.fill_parameters()
+        self._is_finalized = True
 
-        ``stacks`` are attributes that hold ``layers`` of a ``layer_range``; ``rename`` maps
-        prefixes of local names to global prefixes.
-        """
-        rename = (rename or {}) | {
+    def renamed_parameters(self) -> dict[str, str]:
+        """Return prefixes of local names of parameters -> their global prefixes."""
+        renamed = {
             f"{stack}.layers.{i}.": f"{stack}.layers.{layer}."
-            for stack in stacks
-            for i, layer in enumerate(getattr(self, stack).layer_range)
+            for stack, part in self.named_children()
+            for i, layer in enumerate(getattr(part, "layer_range", ()))
         }
         if self.share_embeddings_and_output_weights:
-            rename["output_layer.weight"] = "embedding.word_embeddings.weight"
-        name_parameters(self, rename)
-        self.fill_parameters()
+            renamed["output_layer.weight"] = "embedding.word_embeddings.weight"
+        return renamed
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if self._is_finalized and isinstance(value, nn.Module):  # a project replaces a part
+            self._name_new_parts()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
@@ -208,30 +214,26 @@ class LanguageModule(MegatronModule):
         return entries
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Mark the vocabulary's weights, and name and initialize the parameters that are new.
+        """Name and initialize the parameters of a model with its own options."""
+        self._name_new_parts()
+        if not self._is_finalized:
+            self.finalize_parameters()
 
-        The last call of the constructor of a model with its own options.  Also after an embedding
-        or output layer was replaced.
-        """
+    def _name_new_parts(self) -> None:
+        """Assign names to parameters without one, and mark the vocabulary's weights."""
+        output: Any = self.output_layer if self.post_process else None
         weights = [self.embedding.word_embeddings.weight] if self.has_embedding else []
-        if self.post_process and (output := self.output_layer.weight) is not None:
-            weights.append(output)
-        for weight in weights:
-            set_info(weight, replace(info_of(weight), is_embedding_or_output=True))
+        weights += [] if getattr(output, "weight", None) is None else [output.weight]
         shared = self.shared_embedding_or_output_weight()
         has_copies = self.config.mtp_num_layers and self.pp_group.size() > 1
-        if shared is not None and (self.share_embeddings_and_output_weights or has_copies):
-            mark_as_shared_embedding(shared, is_copy=not self.pre_process)
-        parts = {
-            part: [bool(info_of(p).name) for p in part.parameters()] for part in self.children()
-        }
-        self.finalize_parameters(
-            *(n for n, m in self.named_children() if hasattr(m, "layer_range"))
-        )
-        if any(any(named) for named in parts.values()):
-            for part in (part for part, named in parts.items() if not all(named)):
-                config = self.config
-                initialize_parameters(part, config.init_seed, random=config.perform_initialization)
+        for weight in weights:
+            info = info_of(weight)
+            if info.init == "own":  # of another kind, such as the layer of a value model
+                continue
+            set_info(weight, replace(info, is_embedding_or_output=True))
+            if weight is shared and (self.share_embeddings_and_output_weights or has_copies):
+                mark_as_shared_embedding(weight, is_copy=not self.pre_process)
+        name_parameters(self, self.renamed_parameters(), only_new=True)
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
         """Return the word embedding, or on the last stage its copy or the output weight."""
