@@ -151,6 +151,7 @@ def config_of(situation: Situation, **more: Any) -> Any:
         "num_attention_heads": 2,
         "ffn_hidden_size": 12,
         "num_moe_experts": EXPERTS,
+        "moe_token_dispatcher_type": "alltoall",
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": F.silu,

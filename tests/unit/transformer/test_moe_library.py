@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -9,17 +10,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron.core.params.param_info import name_parameters
 from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_utils  # type: ignore[attr-defined]
+from megatron.core.transformer.moe.experts import (
+    Experts,
+    SequentialMLP,
+    TEColumnParallelGroupedLinear,
+    TEGroupedMLP,
+    TERowParallelGroupedLinear,
+)
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.moe.routing import RoutingResult
-from tests.support.one_process import tiny_config
+from tests.support.one_process import one_process_groups, tiny_config
 
 TOKENS, EXPERTS, TOPK = 12, 6, 2
 
@@ -102,11 +111,40 @@ def test_overridden_steps_of_the_layer_take_part() -> None:
         def combine(self, output, shared_expert_output):
             return super().combine(output, shared_expert_output) + 1
 
-    layer = layer_of(activation_func=torch.nn.Identity())  # a linear expert
+    layer = layer_of(
+        activation_func=torch.nn.Identity(),  # a linear expert
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.1,
+    )
+    assert layer.router.routing_type == "aux_loss"
+    assert layer.router.get_aux_loss_coeff("aux_loss") == 0.1
     x = torch.randn(3, 2, 4, dtype=torch.float64)
     plain, _ = layer(x)
     layer.__class__ = Doubled
     torch.testing.assert_close(layer(x)[0], 2 * plain + 1)
+
+
+@pytest.mark.parametrize("metadata", [None, {"singleton_local_shards": True}])
+def test_checkpoints_do_not_depend_on_the_names_of_local_experts(metadata: Any) -> None:
+    """On the second of two expert-parallel ranks, whose experts are numbers 3 to 5."""
+    config = config_of()
+    groups = replace(one_process_groups(), ep=ProcessGroup(1, 2))
+    matrices = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
+    grouped = MLPSubmodules(TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)
+    saved = []
+    for experts in (
+        Experts(config, matrices, range(3, 6), pg_collection=groups),
+        SequentialMLP(3, config, matrices, pg_collection=groups),
+        TEGroupedMLP(3, config, grouped, pg_collection=groups),
+    ):
+        name_parameters(experts)
+        initialize_parameters(experts, 5)
+        entries = experts.sharded_state_dict("mlp.experts.", (), metadata)
+        assert {f"mlp.experts.{name}" for name in experts.state_dict()} == entries.keys()
+        saved.append({(e.key, e.global_offset): e.data for e in entries.values()})
+    assert len(saved[0]) == 6
+    for other in saved[1:]:
+        torch.testing.assert_close(other, saved[0], rtol=0, atol=0)
 
 
 def test_routes_are_recorded_and_replayed() -> None:

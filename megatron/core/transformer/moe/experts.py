@@ -8,7 +8,7 @@ first rank adds the second bias, so that it counts once.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -127,17 +127,8 @@ class Experts(MegatronModule):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> ShardedStateDict:
         """Return the entries of `ShardedModule`; tensors of all experts are stacked."""
-        is_apart = (metadata or {}).get("singleton_local_shards")
-        total, axis = self.config.num_moe_experts, len(sharded_offsets)
-        entries: ShardedStateDict = {}
-        for number, expert in self.local_experts.items():
-            name = f"{prefix}local_experts.{number}."
-            place = () if is_apart else ((axis, int(number), total),)
-            mine = sharded_state_dict_default(expert, name, (*sharded_offsets, *place), metadata)
-            shared = f"{prefix}experts.{number}." if is_apart else f"{prefix}experts."
-            replace_prefix_for_sharding(mine, name, shared)
-            entries |= mine
-        return entries
+        numbered = ((int(name), name, expert) for name, expert in self.local_experts.items())
+        return stacked_entries(self.config, numbered, prefix, sharded_offsets, metadata)
 
     def _linears(self, name: str) -> list[Any]:
         return [getattr(expert, name) for expert in self._in_order]
@@ -237,6 +228,27 @@ class Experts(MegatronModule):
         return result, torch.cat([linear.bias.expand(count, -1) for linear, count in sized])
 
 
+def stacked_entries(
+    config: TransformerConfig,
+    experts: Iterable[tuple[int, str, nn.Module]],
+    prefix: str,
+    sharded_offsets: Any,
+    metadata: Any,
+) -> ShardedStateDict:
+    """Return the entries of experts, each with its number in the model and on this rank."""
+    is_apart = (metadata or {}).get("singleton_local_shards")
+    total, axis = config.num_moe_experts, len(sharded_offsets)
+    entries: ShardedStateDict = {}
+    for number, local, expert in experts:
+        name = f"{prefix}local_experts.{local}."
+        place = () if is_apart else ((axis, number, total),)
+        mine = sharded_state_dict_default(expert, name, (*sharded_offsets, *place), metadata)
+        shared = f"{prefix}experts.{number}." if is_apart else f"{prefix}experts."
+        replace_prefix_for_sharding(mine, name, shared)
+        entries |= mine
+    return entries
+
+
 def host_counts(tokens_per_expert: Sequence[int] | Tensor) -> Sequence[int]:
     """Return the rows per expert as a sequence; the host waits for a tensor."""
     counts = tokens_per_expert
@@ -266,6 +278,13 @@ class SequentialMLP(Experts):
         """Return the name of a parameter in every layout; see `name_parameters`."""
         _, number, own = name.split(".", 2)
         return f"local_experts.{self._first + int(number)}.{own}"
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> ShardedStateDict:
+        """Return the entries of `Experts`, under the names that the experts have here."""
+        numbered = ((self._first + i, str(i), e) for i, e in enumerate(self._in_order))
+        return stacked_entries(self.config, numbered, prefix, sharded_offsets, metadata)
 
 
 class TEGroupedLinear(nn.Module):
@@ -329,6 +348,13 @@ class TEGroupedLinear(nn.Module):
 
     def _each(self, name: str) -> list[Any]:
         return [getattr(self, f"{name}{number}") for number in range(self.num_gemms)]
+
+    def one(self, number: int) -> nn.Module:
+        """Return a module with the parameters of one expert."""
+        layer = nn.Module()
+        layer.register_parameter("weight", self._each("weight")[number])
+        layer.register_parameter("bias", self._each("bias")[number] if self.use_bias else None)
+        return layer
 
     def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor) -> WithBias:
         """Multiply rows [m, i], sorted by expert, with ``m_splits`` rows per expert -> [m, o]."""
@@ -403,3 +429,16 @@ class TEGroupedMLP(Expert):
         if found is None:
             return name
         return f"local_experts.{self._first + int(found[3])}.{found[1]}.{found[2]}"
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> ShardedStateDict:
+        """Return the entries of `Experts`, under the names that the parameters have here."""
+        matrices: dict[str, Any] = {name: getattr(self, name) for name in _MATRICES}
+        numbered = [
+            (self._first + i, str(i), nn.ModuleDict({n: m.one(i) for n, m in matrices.items()}))
+            for i in range(self.num_local_experts)
+        ]
+        entries = stacked_entries(self.config, numbered, prefix, sharded_offsets, metadata)
+        own = re.compile(r"local_experts\.(\d+)\.(linear_fc\d\.\w+)$")
+        return {own.sub(r"\2\1", name): entry for name, entry in entries.items()}

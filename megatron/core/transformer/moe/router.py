@@ -78,7 +78,7 @@ class TopKRouter(MegatronModule):
         self.dtype = _DTYPES.get(config.moe_router_dtype or "")
         self.topk = self.rule.k
         self.score_function = self.rule.score_function
-        kinds = config.moe_router_load_balancing_type
+        kinds = config.load_balancing_types
         self.routing_type = kinds[0] if len(kinds) == 1 else [*kinds]
         self.router_replay = RouterReplay() if config.moe_enable_routing_replay else None
         self.set_layer_number(1)
