@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from typing import Optional as Optional
 from typing import Tuple as Tuple  # noqa: UP035
 from typing import Union as Union
@@ -60,51 +60,17 @@ def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
 # ---- specs ---------------------------------------------------------------------------------
 
 
-class BackendSpecProvider(Protocol):
-    """Chooses the classes of a spec."""
-
-    def column_parallel_linear(self) -> Slot:
-        """Return the class of linear layers with sharded outputs."""
-        ...
-
-    def row_parallel_linear(self) -> Slot:
-        """Return the class of linear layers with sharded inputs."""
-        ...
-
-    def fuse_layernorm_and_linear(self) -> bool:
-        """Return whether one module has a norm and the linear layer behind it."""
-        ...
-
-    def column_parallel_layer_norm_linear(self) -> Slot | None:
-        """Return the class of such a module."""
-        ...
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> Slot:
-        """Return the class of norms; the config says which norm it is."""
-        ...
-
-    def core_attention(self) -> Slot:
-        """Return the class of attention cores."""
-        ...
-
-    def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-    ) -> tuple[Any, MLPSubmodules | None]:
-        """Return the class of a rank's experts, and their linear layers."""
-        ...
-
-
-class LocalSpecProvider(BackendSpecProvider):
-    """The classes of `LOCAL`."""
+class BackendSpecProvider:
+    """Chooses the classes of a spec: those of ``parts``, or others in derived classes."""
 
     parts = LOCAL
 
     def column_parallel_linear(self) -> Slot:
-        """See `BackendSpecProvider`."""
+        """Return the class of linear layers with sharded outputs."""
         return self.parts.column
 
     def row_parallel_linear(self) -> Slot:
-        """See `BackendSpecProvider`."""
+        """Return the class of linear layers with sharded inputs."""
         return self.parts.row
 
     def linear(self) -> Slot:
@@ -112,30 +78,34 @@ class LocalSpecProvider(BackendSpecProvider):
         return self.parts.replicated
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """See `BackendSpecProvider`."""
+        """Return whether one module has a norm and the linear layer behind it."""
         return self.parts.column_behind_norm is not None
 
     def column_parallel_layer_norm_linear(self) -> Slot | None:
-        """See `BackendSpecProvider`."""
+        """Return the class of such a module."""
         return self.parts.column_behind_norm
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> Slot:
-        """See `BackendSpecProvider`."""
+        """Return the class of norms; the config says which norm it is."""
         return self.parts.norm
 
     def core_attention(self) -> Slot:
-        """See `BackendSpecProvider`."""
+        """Return the class of attention cores."""
         return self.parts.core_attention
 
     def grouped_mlp_modules(
         self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
     ) -> tuple[Any, MLPSubmodules | None]:
-        """See `BackendSpecProvider`."""
+        """Return the class of a rank's experts, and their linear layers."""
         experts = experts_of(self.parts, moe_use_grouped_gemm).submodules.experts
         return experts.module, experts.submodules
 
 
-class TESpecProvider(LocalSpecProvider):
+class LocalSpecProvider(BackendSpecProvider):
+    """The classes of `LOCAL`."""
+
+
+class TESpecProvider(BackendSpecProvider):
     """The classes of `ENGINE`."""
 
     parts = ENGINE

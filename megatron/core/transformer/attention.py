@@ -77,31 +77,31 @@ class Attention(MegatronModule, ABC):
     (core), also in backward.
     """
 
-    @library_call(
-        "config submodules layer_number attn_mask_type attention_type cp_comm_type model_comm_pgs"
-    )
+    attention_type = "self"
+
+    @library_call("config submodules layer_number attn_mask_type cp_comm_type model_comm_pgs")
     def __init__(
         self,
         config: TransformerConfig,
         submodules: Any,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.padding,
-        attention_type: str = "self",
         cp_comm_type: str | None = None,
         *,
         pg_collection: ProcessGroupCollection,
+        attention_type: str | None = None,
     ) -> None:
         """Build the submodules.  ``layer_number`` counts from 1 over the complete model or stack.
 
-        ``cp_comm_type`` overrides the config's.  Raises ConfigError if the spec's core attention
-        lacks what a flag needs.
+        ``cp_comm_type`` overrides the config's, ``attention_type`` the class's.  Raises ConfigError
+        if the spec's core attention lacks what a flag needs.
         """
         super().__init__(config)
         self.pg_collection = pg_collection
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
-        self.attention_type = attention_type
+        self.attention_type = attention_type or self.attention_type
         self.hidden_size_per_attention_head: int = config.kv_channels
         self.query_projection_size = config.num_attention_heads * self.query_width
         self.kv_projection_size = config.num_query_groups * config.kv_channels
@@ -406,27 +406,7 @@ class CrossAttention(Attention):
     Rows of the KV projection are interleaved by query group: its key, its value, the next group.
     """
 
-    @library_call("config submodules layer_number attn_mask_type cp_comm_type model_comm_pgs")
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: CrossAttentionSubmodules,
-        layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.padding,
-        cp_comm_type: str | None = None,
-        *,
-        pg_collection: ProcessGroupCollection,
-    ) -> None:
-        """See `Attention`."""
-        super().__init__(
-            config,
-            submodules,
-            layer_number,
-            attn_mask_type,
-            "cross",
-            cp_comm_type,
-            pg_collection=pg_collection,
-        )
+    attention_type = "cross"
 
     def build_projections(self, submodules: CrossAttentionSubmodules) -> None:
         """Build the Q and KV projections.  Raises ConfigError with context parallelism."""
@@ -491,28 +471,6 @@ class CrossAttention(Attention):
 
 class SelfAttention(SelfAttentionBase):
     """Self attention with heads sharded over the tensor-parallel group."""
-
-    @library_call("config submodules layer_number attn_mask_type cp_comm_type model_comm_pgs")
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: SelfAttentionSubmodules,
-        layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.padding,
-        cp_comm_type: str | None = None,
-        *,
-        pg_collection: ProcessGroupCollection,
-    ) -> None:
-        """See `Attention`."""
-        super().__init__(
-            config,
-            submodules,
-            layer_number,
-            attn_mask_type,
-            "self",
-            cp_comm_type,
-            pg_collection=pg_collection,
-        )
 
     def build_projections(self, submodules: SelfAttentionSubmodules) -> None:
         """Build the QKV projection and the norms of queries and keys."""

@@ -21,11 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parallel.default_groups import library_call
-from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -40,8 +37,7 @@ from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import WithBias
 from megatron.core.transformer.rope import RotaryEmbedding, build_rotary, yarn_mscale
 from megatron.core.transformer.spec_utils import Slot, build_module, build_norm
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.utils import deprecate_inference_params
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 
 @dataclass
@@ -114,28 +110,6 @@ class MLASelfAttention(MultiLatentAttention):
     # Of absorbed weights.  Generation may set another one on an instance.
     multiply_heads: Callable[[Tensor, Tensor], Tensor] = staticmethod(multiply_heads)
 
-    @library_call("config submodules layer_number attn_mask_type cp_comm_type model_comm_pgs")
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: MLASelfAttentionSubmodules,
-        layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.padding,
-        cp_comm_type: str | None = None,
-        *,
-        pg_collection: ProcessGroupCollection,
-    ) -> None:
-        """See `Attention`."""
-        super().__init__(
-            config,
-            submodules,
-            layer_number,
-            attn_mask_type,
-            "self",
-            cp_comm_type,
-            pg_collection=pg_collection,
-        )
-
     def build_projections(self, submodules: MLASelfAttentionSubmodules) -> None:
         """Build the down-projections (replicated), latent norms and up-projections (sharded)."""
         c, heads = self.config, self.config.num_attention_heads
@@ -185,33 +159,13 @@ class MLASelfAttention(MultiLatentAttention):
         self.recompute_up_proj = "mla_up_proj" in c.modules_to_recompute
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        key_value_states: Tensor | None = None,
-        inference_context: KVCache | None = None,
-        rotary_pos_emb: Any = None,
-        rotary_pos_cos: Tensor | None = None,
-        rotary_pos_sin: Tensor | None = None,
-        attention_bias: Any = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        sequence_len_offset: object = None,
-        *,
-        inference_params: KVCache | None = None,
+        self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **more: Any
     ) -> WithBias:
         """See `SelfAttentionBase.forward`."""
-        c = self.config
-        cache = deprecate_inference_params(inference_context, inference_params)
+        c, cache = self.config, more.get("inference_context")
         if cache is None or not c.cache_mla_latents:
-            return super().forward(
-                hidden_states,
-                attention_mask,
-                key_value_states,
-                cache,
-                rotary_pos_emb,
-                attention_bias=attention_bias,
-                packed_seq_params=packed_seq_params,
-            )
+            return super().forward(hidden_states, attention_mask, *args, **more)
+        rotary_pos_emb = more["rotary_pos_emb"]
         assert rotary_pos_emb is not None, "latent attention has rotary positions"
         narrow, key_position = self._narrow(hidden_states)
         up = self.linear_kv_up_proj
@@ -230,7 +184,7 @@ class MLASelfAttention(MultiLatentAttention):
             latents[..., :0],
             self.core_attention,
             mask=attention_mask,
-            bias=attention_bias,
+            bias=more.get("attention_bias"),
         )
         context = context.unflatten(-1, (heads, -1))[..., : c.kv_lora_rank]
         return self.linear_proj(self.multiply_heads(context, raises_value).flatten(2))

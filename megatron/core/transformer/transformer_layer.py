@@ -5,7 +5,6 @@ Hidden states are [s, b, h]; with sequence parallelism they are [s/tp, b, h] bet
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -240,16 +239,7 @@ class TransformerLayer(ResidualLayer):
         hidden_states: Stream,
         attention_mask: AttentionMask | None = None,
         context: Tensor | None = None,
-        context_mask: Tensor | None = None,
-        rotary_pos_emb: Any = None,
-        rotary_pos_cos: Tensor | None = None,
-        rotary_pos_sin: Tensor | None = None,
-        attention_bias: Any = None,
-        inference_context: KVCache | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        sequence_len_offset: object = None,
-        *,
-        inference_params: KVCache | None = None,
+        *args: Any,
         defers_sum: bool = False,
         padding_mask: Tensor | None = None,
         **more: Any,
@@ -257,23 +247,10 @@ class TransformerLayer(ResidualLayer):
         """Run the layer: [s, b, h] -> [s, b, h], and ``context`` unchanged.
 
         ``context`` [k, b, h]: the sequence that cross attention attends to.  ``padding_mask``
-        [b, s]: True for this rank's tokens that no expert computes.  ``more``: further keyword
-        arguments of self attention (`SelfAttentionBase.forward`).  With ``defers_sum`` the caller
-        takes a `PendingSum` too.  ``rotary_pos_cos``, ``rotary_pos_sin`` and
-        ``sequence_len_offset`` are not read.
+        [b, s]: True for this rank's tokens that no expert computes.  ``more``: further arguments
+        of `add_attention`.  With ``defers_sum`` the caller takes a `PendingSum` too.
         """
-        del rotary_pos_cos, rotary_pos_sin, sequence_len_offset
-        attended = self.add_attention(
-            hidden_states,
-            attention_mask,
-            context,
-            context_mask,
-            inference_context=deprecate_inference_params(inference_context, inference_params),
-            rotary_pos_emb=rotary_pos_emb,
-            attention_bias=attention_bias,
-            packed_seq_params=packed_seq_params,
-            **more,
-        )
+        attended = self.add_attention(hidden_states, attention_mask, context, *args, **more)
         output = self.add_mlp(attended, padding_mask)
         return output if defers_sum else summed(output), context
 
@@ -283,16 +260,11 @@ class TransformerLayer(ResidualLayer):
         attention_mask: AttentionMask | None = None,
         context: Tensor | None = None,
         *args: Any,
-        **kwargs: Any,
+        **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the part of `forward` before the MLP, with its arguments, for projects."""
-        names = list(inspect.signature(TransformerLayer.forward).parameters)[4:]
-        kwargs |= dict(zip(names, args, strict=False)) | {"context": context}
-        for name in ("rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset", "padding_mask"):
-            kwargs.pop(name, None)
-        cache = kwargs.pop("inference_params", None)
-        kwargs["inference_context"] = kwargs.get("inference_context") or cache
-        return summed(self.add_attention(hidden_states, attention_mask, **kwargs)), context
+        """Run the part of `forward` before the MLP, for projects."""
+        attended = self.add_attention(hidden_states, attention_mask, context, *args, **more)
+        return summed(attended), context
 
     def _forward_mlp(
         self,
@@ -327,15 +299,30 @@ class TransformerLayer(ResidualLayer):
         attention_mask: AttentionMask | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
-        *,
+        rotary_pos_emb: Any = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        attention_bias: Any = None,
         inference_context: KVCache | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: object = None,
+        *,
+        inference_params: KVCache | None = None,
         **more: object,
     ) -> Stream:
-        """Run self attention and cross attention, the first sublayers of `forward`."""
+        """Run self attention and cross attention, the first sublayers of `forward`.
+
+        ``more``: further arguments of self attention (`SelfAttentionBase.forward`).
+        ``rotary_pos_cos``, ``rotary_pos_sin`` and ``sequence_len_offset`` are not read.
+        """
+        inference_context = deprecate_inference_params(inference_context, inference_params)
         attend = partial(
             self.self_attention,
             attention_mask=attention_mask,
             inference_context=inference_context,
+            rotary_pos_emb=rotary_pos_emb,
+            attention_bias=attention_bias,
+            packed_seq_params=packed_seq_params,
             **more,
         )
         norms = self.input_layernorm, self.post_self_attn_layernorm
