@@ -137,10 +137,9 @@ class CheckedConfig:
 
     def __post_init__(self) -> None:
         self.derive()
-        if _IS_CHECKED in vars(self):
+        if vars(self).get(_IS_CHECKED, False) is None:
             vars(self)[_IS_CHECKED] = True
-        else:
-            self.check()
+        self.check()
 
     def derive(self) -> None:
         """Fill in values that depend on other fields."""

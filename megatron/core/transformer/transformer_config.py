@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config import flag_messages
+from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import library_field
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.params.param_init import Init, InitMethod
@@ -135,7 +137,12 @@ class TransformerConfig(
         layout = self.pipeline_model_parallel_layout
         if layout is not None and not isinstance(layout, PipelineParallelLayerLayout):
             ranks = self.pipeline_model_parallel_size
-            self.pipeline_model_parallel_layout = PipelineParallelLayerLayout(layout, ranks)
+            layout = PipelineParallelLayerLayout(layout, ranks)
+            self.pipeline_model_parallel_layout = layout
+            with suppress(ConfigError):  # of a wrong text, which the split of the layers reports
+                chunks = layout.virtual_pipeline_model_parallel_size
+                if chunks > 1 and self.virtual_pipeline_model_parallel_size is None:
+                    self.virtual_pipeline_model_parallel_size = chunks
         parts = 1 if self.is_hybrid_model else 2  # sublayers per layer that add to the residual
         in_residual = self.init_method_std / math.sqrt(parts * max(self.num_layers, 1))
         std = self.embedding_init_method_std

@@ -52,6 +52,28 @@ def test_a_project_may_subclass_and_assign() -> None:
     assert asdict(provider).keys() == {f.name for f in fields(Provider)}
 
 
+@dataclass
+class Deferred(TransformerConfig):
+    """Config of a project that derives values when its fields are final, perhaps several times."""
+
+    def __post_init__(self) -> None:
+        pass
+
+    def finalize(self) -> None:
+        TransformerConfig.__post_init__(self)
+
+
+def test_a_project_may_derive_and_check_later() -> None:
+    config = Deferred(num_layers=2, hidden_size=64, num_attention_heads=4, bf16=True, fp16=True)
+    config.fp16 = False
+    config.num_attention_heads = 8
+    config.finalize()
+    assert (config.kv_channels, config.ffn_hidden_size) == (8, 256)
+    config.fp16 = True
+    with pytest.raises(ConfigError, match="--bf16 and --fp16 exclude each other"):
+        config.finalize()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -105,6 +127,14 @@ def test_one_value_or_a_list_may_be_given() -> None:
     assert config.aux_loss_coeffs == (0.1, 0.2)
     assert config_of(cp_comm_type=None).cp_comm_types == ("p2p",)
     assert hash(config) == hash(copy.deepcopy(config))
+
+
+def test_a_layout_may_be_a_list_and_sets_the_number_of_model_chunks() -> None:
+    layers = [["embedding", "decoder"], ["decoder"], ["decoder"], ["decoder", "loss"]]
+    config = config_of(pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layers)
+    assert config.virtual_pipeline_model_parallel_size == 2
+    assert [*map(len, layer_ranges(config, 2))] == [1, 1, 1, 1]
+    assert config.pipeline_model_parallel_layout.layout[1][1][-1].name == "loss"
 
 
 def test_initializations_follow_the_fields_unless_they_are_given() -> None:
