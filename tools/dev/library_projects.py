@@ -48,7 +48,7 @@ PROJECTS = {
     "mbridge": Project(
         package="mbridge",
         release="mbridge==0.15.1",
-        needs=("transformers==4.57.6", "safetensors==0.8.0", "einops==0.8.2"),
+        needs=("transformers==4.57.6", "safetensors==0.8.0", "einops==0.8.2", "triton"),
         models=(*_DENSE, "qwen3_moe", "deepseek_v3"),
         check="library_mbridge",
     ),

@@ -256,8 +256,16 @@ NAMES: PathTable = {
         "core.transformer.norms": "WrappedTorchLayerNorm=WrappedTorchNorm"
     },
     "core.transformer.torch_norm": {"core.transformer.norms": "L2Norm"},
+    # Projects take what a copied method needs by `from ... import *`.
     "core.transformer.transformer_block": {
-        "core.transformer.layer_layout": "get_num_layers_to_build get_transformer_layer_offset"
+        "core.compat.config": "get_fp8_context",
+        "core.compat.transformer": "Optional Union te_checkpoint",
+        "core.compat.utils": "WrappedTensor make_viewless_tensor",
+        "core.enums": "Fp8Recipe",
+        "core.inference.v014.contexts": "BaseInferenceContext",
+        "core.parallel.parallel_state": "parallel_state=",
+        "core.tensor_parallel": "tensor_parallel=",
+        "core.transformer.layer_layout": "get_num_layers_to_build get_transformer_layer_offset",
     },
     "core.transformer.transformer_layer": {
         "core.transformer.layer_layout": "get_transformer_layer_offset"
