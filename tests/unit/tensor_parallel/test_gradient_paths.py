@@ -56,7 +56,8 @@ def wrap(
     model: nn.Module, groups: ProcessGroupCollection, **changes: Any
 ) -> DistributedDataParallel:
     ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True)
-    return DistributedDataParallel(tiny_config(**changes), ddp_config, model, pg_collection=groups)
+    config = tiny_config(**{"gradient_accumulation_fusion": True, **changes})
+    return DistributedDataParallel(config, ddp_config, model, pg_collection=groups)
 
 
 def inputs(seed: int) -> Tensor:

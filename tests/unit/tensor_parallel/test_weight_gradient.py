@@ -34,7 +34,7 @@ from tests.support.one_process import one_process_groups, one_rank, tiny_config
 
 
 def small_gpt(*, tied: bool = False, **changes: Any) -> GPTModel:
-    config = tiny_config(**changes)
+    config = tiny_config(**{"gradient_accumulation_fusion": True, **changes})
     torch.manual_seed(1)
     return GPTModel(
         config,
@@ -219,7 +219,8 @@ def test_a_matrix_that_two_layers_share_is_left_to_autograd(
     layers[1].weight = layers[0].weight
     model = torch.nn.ModuleList(layers)
     ddp_config = DistributedDataParallelConfig()
-    DistributedDataParallel(tiny_config(), ddp_config, model, pg_collection=two_replicas)
+    config = tiny_config(gradient_accumulation_fusion=True)
+    DistributedDataParallel(config, ddp_config, model, pg_collection=two_replicas)
     assert [adds_to_main_grad(layer.weight) for layer in layers] == [False, False, True]
 
 
