@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.core import enums
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import Json, JsonObject, Nested, StateDict, Unpickled
 from megatron.core.dist_checkpointing.safetensors_file import bytes_of, dtype_name
@@ -24,6 +25,8 @@ from megatron.core.dist_checkpointing.safetensors_file import bytes_of, dtype_na
 
 def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None) -> Json:
     """Return ``value`` as JSON; put its tensors into ``tensors`` under their paths.
+
+    Without ``tensors`` they become base64, as arrays do.
 
     Raises CheckpointError, with its ``path``, for a value of an unsupported type.
     """
@@ -34,6 +37,17 @@ def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None) -
     if isinstance(value, Tensor) and tensors is not None:
         tensors[path] = value
         return {"$tensor": path}
+    if isinstance(value, enum.Enum) and vars(enums).get(type(value).__name__) is type(value):
+        return {"$enum": [type(value).__name__, value.name]}
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous()
+        content = base64.b64encode(bytes_of(value)).decode("ascii")
+        return {"$values": [dtype_name(value.dtype), list(value.shape), content]}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        content = base64.b64encode(value.tobytes()).decode("ascii")
+        return {"$array": [value.dtype.str, list(value.shape), content]}
+    if isinstance(value, np.generic):
+        return encode(value.item(), path)
     if isinstance(value, torch.dtype):
         return {"$dtype": dtype_name(value)}
     if isinstance(value, bytes):
@@ -73,6 +87,13 @@ _DECODERS: dict[str, Callable[[Nested, Callable[[str], Tensor]], object]] = {
     "$float": lambda content, read: float(content),
     "$tensor": lambda content, read: read(f"common.{content}"),
     "$dtype": lambda content, read: _DTYPES[content],
+    "$enum": lambda content, read: getattr(enums, content[0])[content[1]],
+    "$values": lambda content, read: (
+        _byte_tensor(content[2]).view(_DTYPES[content[0]]).view(content[1])
+    ),
+    "$array": lambda content, read: (
+        np.frombuffer(base64.b64decode(content[2]), content[0]).reshape(content[1]).copy()
+    ),
     "$bytes": lambda content, read: base64.b64decode(content),
     "$tuple": lambda content, read: tuple(decode(content, read)),
     "$namespace": lambda content, read: Namespace(**decode(content, read)),

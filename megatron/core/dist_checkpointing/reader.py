@@ -128,7 +128,14 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         if problem := mismatch(wanted, self._stored(wanted.key), cast=cast):
             raise CheckpointError(f"{self.folder}: {problem}")
         for piece in wanted.pieces:
-            piece.fill(partial(self.read_box, wanted.key, piece.offset))
+            if not wanted.may_differ:
+                piece.fill(partial(self.read_box, wanted.key, piece.offset))
+                continue
+            piece.data.zero_()
+            pairs = zip(piece.offset, self._stored(wanted.key).shape, strict=True)
+            view = piece.data[tuple(slice(max(0, size - at)) for at, size in pairs)]
+            if view.numel():
+                self.read_box(wanted.key, piece.offset, view)
 
     @torch.no_grad()
     def read_box(self, key: str, offset: Shape, out: Tensor) -> None:
@@ -247,7 +254,8 @@ def mismatch(wanted: TensorRecord, stored: StoredTensor, *, cast: bool) -> str |
     may_pad = bool(stored.max_padding) and have[1:] == shape[1:]
     extra = have[0] - shape[0] if may_pad else 0
     is_padded = 0 < extra <= stored.max_padding or (may_pad and have[0] == wanted.padded_rows)
-    if shape != have and not is_padded:
+    may_differ = wanted.may_differ and len(shape) == len(have)
+    if shape != have and not is_padded and not may_differ:
         hint = ""
         if extra > 0:
             hint = f" (with --padded-vocab-size {have[0]} if the last {extra} rows are padding)"

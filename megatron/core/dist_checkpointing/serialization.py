@@ -313,7 +313,8 @@ class _Part:
         common = None
         if self.rank == 0:
             sharded = (ShardedBase, LocalNonpersistentObject)
-            common = _filled(built, {}, lambda e: _ABSENT if isinstance(e, sharded) else e, {})
+            plain = partial(_unless, sharded)
+            common = _filled(sharded_state_dict, {}, plain, {})
             if metadata is not None:
                 common[_METADATA] = metadata
         return replace(self, records=list(records.values()), objects=objects, common=common)
@@ -326,6 +327,10 @@ class _Part:
             objects=copy.deepcopy(self.objects),
             common=copy.deepcopy(self.common),
         )
+
+
+def _unless(types: tuple[type, ...], entry: object) -> object:
+    return _ABSENT if isinstance(entry, types) else entry
 
 
 def _write(part: _Part, writer: StateDictFormat, written: JsonObject) -> None:
@@ -418,9 +423,9 @@ def _filled(
 ) -> Nested:
     """Return the tree ``common`` with the values of the leaves of ``requested``.
 
-    If ``value_of`` returns `_ABSENT` for a leaf, that of ``common`` stays.  A dict without any is
-    left out; in a list None replaces it, so that the other entries keep their positions.  The
-    values for a factory are passed to its ``merge_fn``, if all are there.
+    If ``value_of`` returns `_ABSENT` for a leaf, that of ``common`` stays.  A dict or list without
+    any is left out; in another list None replaces it, so that the other entries keep their
+    positions.  The values for a factory are passed to its ``merge_fn``, if all are there.
     """
     if isinstance(requested, ShardedTensorFactory) and id(requested) in built:
         tree = built[id(requested)]
@@ -439,6 +444,8 @@ def _filled(
         is_same = isinstance(common, list) and len(common) == len(requested)
         pairs = zip(requested, common if is_same else [_ABSENT] * len(requested), strict=True)
         entries = [_filled(entry, other, value_of, built) for entry, other in pairs]
+        if requested and all(entry is _ABSENT for entry in entries):
+            return common
         return [None if entry is _ABSENT else entry for entry in entries]
     value = value_of(requested)
     return common if value is _ABSENT else value

@@ -32,6 +32,18 @@ class MegatronModule(ShardedModule):
         config = self.config
         initialize_parameters(self, config.init_seed, random=config.perform_initialization)
 
+    def set_is_first_microbatch(self) -> None:
+        """Tell submodules that keep something for all micro-batches of a step that one begins."""
+        for module in self.modules():
+            if "is_first_microbatch" in vars(module):
+                vars(module)["is_first_microbatch"] = True
+
+    def set_symmetric_ar(self, set_to: str | None = None) -> None:
+        """Select the all-reduce of submodules that have several."""
+        for module in self.modules():
+            if "symmetric_ar_type" in vars(module):
+                vars(module)["symmetric_ar_type"] = set_to
+
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, object]:
@@ -82,6 +94,16 @@ def _convert(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     return tree_map(one, value)
 
 
+def fp32_to_float16(val: Any, float16_convertor: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``float16_convertor`` to the float32 tensors in nested tuples, lists and dicts."""
+    return _convert(val, lambda t: float16_convertor(t) if t.dtype.itemsize == 4 else t)
+
+
+def float16_to_fp32(val: Any) -> Any:
+    """Convert the float tensors in nested tuples, lists and dicts to float32."""
+    return _convert(val, lambda t: t.float())
+
+
 class Float16Module(MegatronModule):
     """Wrapper that converts a model to bf16 or fp16.
 
@@ -108,9 +130,9 @@ class Float16Module(MegatronModule):
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """Run the model; cast inputs on the first stage and outputs on the last."""
         if self.pre_process:
-            inputs = _convert(inputs, lambda t: t.to(self.dtype) if t.dtype.itemsize == 4 else t)
+            inputs = fp32_to_float16(inputs, lambda t: t.to(self.dtype))
         outputs = self.module(*inputs, **kwargs)
-        return _convert(outputs, lambda t: t.float()) if self.post_process else outputs
+        return float16_to_fp32(outputs) if self.post_process else outputs
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict of the wrapped model, without the prefix ``module.``."""

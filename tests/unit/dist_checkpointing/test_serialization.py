@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.core import dist_checkpointing
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.async_requests import AsyncCallsQueue
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megatron.core.dist_checkpointing.serialization import (
+    check_is_distributed_checkpoint,
+    load_plain_tensors,
+    load_sharded_metadata,
+)
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.enums import AttnBackend
 from tests.support.ranks import run_ranks
 
 
@@ -161,3 +170,73 @@ def _fail_on_one(rank: int, world_size: int, folder: str) -> str:
 def test_every_rank_learns_why_one_could_not_save(tmp_path: Path) -> None:
     messages = run_ranks(_fail_on_one, 2, str(tmp_path))
     assert all("rank 1: x is a object, which is not saved" in message for message in messages)
+
+
+@pytest.mark.parametrize("kind", ["safetensors_dist", "torch_dist"])
+def test_either_format_has_objects_metadata_and_plain_tensors(tmp_path: Path, kind: str) -> None:
+    states = {"numbers": np.arange(3, dtype=np.uint32), "bytes": torch.arange(2), "pair": (1, 2.5)}
+    saved = {
+        "w": tensor_of("w", torch.arange(6.0).view(2, 3)),
+        "rng": ShardedObject("rng", [states], (1, 1), (0, 0), replica_id=(0, 0)),
+        "args": Namespace(backend=AttnBackend.flash),
+        "padded": tensor_of("padded", torch.ones(4, 2)),
+    }
+    dist_checkpointing.save(saved, tmp_path, (kind, 1), content_metadata={"kind": kind})
+    assert check_is_distributed_checkpoint(tmp_path)
+    common = dist_checkpointing.load_common_state_dict(tmp_path)
+    assert common == {"args": saved["args"], "content_metadata": {"kind": kind}}
+    assert dist_checkpointing.load_content_metadata(preloaded_state_dict=common) == {"kind": kind}
+    described = load_sharded_metadata(tmp_path)
+    assert described["w"].global_shape == (2, 3)
+    assert described["rng/shard_0.0_1.1"].key == "rng"
+    assert torch.equal(load_plain_tensors(tmp_path)["w"], torch.arange(6.0).view(2, 3))
+    half = tensor_of("w", torch.zeros(2, 3, dtype=torch.bfloat16)).without_data()
+    wider = replace(tensor_of("padded", torch.full((5, 2), 7.0)), allow_shape_mismatch=True)
+    asked = {"w": half, "rng": replace(saved["rng"], data=None), "padded": wider}
+    loaded = dist_checkpointing.load(asked, tmp_path, (kind, 1))
+    assert loaded["w"].dtype == torch.bfloat16
+    assert loaded["w"].flatten().tolist() == list(range(6))
+    assert loaded["padded"].sum(dim=1).tolist() == [2, 2, 2, 2, 0]
+    (found,) = loaded["rng"]
+    assert np.array_equal(found["numbers"], states["numbers"])
+    assert found["numbers"].dtype == np.uint32
+    assert (found["bytes"].tolist(), found["pair"]) == ([0, 1], (1, 2.5))
+
+
+def test_modes_of_strictness_return_what_they_say(tmp_path: Path) -> None:
+    kept = {"a": tensor_of("a", torch.ones(2)), "o": ShardedObject("o", 3, (1,), (0,))}
+    dist_checkpointing.save({**kept, "b": tensor_of("b", torch.ones(2))}, tmp_path)
+    more = {**kept, "c": tensor_of("c", torch.ones(2)), "p": ShardedObject("p", 4, (1,), (0,))}
+    for mode, missing in (("return_all", {"b"}), ("return_unexpected", set())):
+        found = dist_checkpointing.load(more, tmp_path, strict=mode)
+        assert (set(found[0]), *found[1:]) == ({"a", "o"}, missing, {"c", "p/shard_0_1"})
+    for mode in ("log_all", "log_unexpected", "ignore_all"):
+        assert set(dist_checkpointing.load(more, tmp_path, strict=mode)) == {"a", "o"}
+    with pytest.raises(ValueError, match="Invalid strict flag: 'some'"):
+        dist_checkpointing.load(kept, tmp_path, strict="some")
+
+
+def _save_in_background(rank: int, world_size: int, folder: str, kind: str) -> list[Any]:
+    queue = AsyncCallsQueue()
+    values = torch.full((2,), float(rank))
+    state = {"w": tensor_of("w", values, (0, rank, world_size)), "step": 1}
+    request = dist_checkpointing.save(state, folder, (kind, 1), async_sharded_save=True)
+    values.fill_(9.0)
+    done: list[Any] = []
+    request.add_finalize_fn(lambda: done.append(check_is_distributed_checkpoint(folder)))
+    assert queue.schedule_async_request(request) == 0
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert queue.get_num_unfinalized_calls() == 0
+    with pytest.raises(RuntimeError, match="frozen"):
+        request.freeze().add_finalize_fn(print)
+    request = dist_checkpointing.save({"x": object()}, folder, async_sharded_save=True)
+    queue.schedule_async_request(request)
+    with pytest.raises(CheckpointError, match="x is a object, which is not saved"):
+        queue.close()
+    return done
+
+
+@pytest.mark.parametrize("kind", ["safetensors_dist", "torch_dist"])
+def test_a_request_writes_in_the_background_what_the_values_were(tmp_path: Path, kind: str) -> None:
+    assert run_ranks(_save_in_background, 2, str(tmp_path), kind) == [[True], [True]]
+    assert load_plain_tensors(tmp_path)["w"].tolist() == [0, 0, 1, 1]

@@ -289,7 +289,9 @@ def _convert(value: object) -> object:
     if isinstance(value, DcpTensor):
         value = value.chunks[0].array()
     if isinstance(value, StoredArray):
-        return value.read().item()
+        value = value.read()
+    if isinstance(value, Tensor):
+        return value.item()
     if type(value).__name__ == "Namespace":
         return vars(value)
     if isinstance(value, Record) and type(value).__name__.endswith("Path"):

@@ -7,6 +7,7 @@ it.  What the application saved in another format is shown under Megatron Core's
 
 from __future__ import annotations
 
+import enum
 import json
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.core import enums
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import Arguments, JsonObject, Nested, StateDict, Unpickled
 from megatron.core.dist_checkpointing.formats import RankReport, RankSave, open_reader
@@ -122,6 +124,9 @@ def _plain(value: Unpickled) -> Nested:
     if isinstance(value, StoredArray):
         return value.read()
     if isinstance(value, Record):
+        kind = vars(enums).get(type(value).__name__)
+        if isinstance(kind, enum.EnumMeta):
+            return kind(*value.pickled_args)
         values = {name: _plain(entry) for name, entry in vars(value).items()}
         return Namespace(**values) if type(value).__name__.endswith("Namespace") else value
     if isinstance(value, dict):
@@ -205,7 +210,7 @@ class LibraryFiles(ForeignReader):
             for name, piece in pieces_of(key, tensor, self.args):
                 self._add(name, stored.dtype, piece)
         self._finish()
-        self.manifest = reader.manifest
+        self.manifest = replace(reader.manifest, iteration=self.iteration)
 
     def common(self) -> JsonObject:
         """Return the values of a run, if the state dict has them as Megatron-LM's does."""
