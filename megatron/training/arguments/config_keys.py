@@ -8,8 +8,12 @@ its default; otherwise it is refused, or ignored with a warning.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from megatron.core.config.option import library_fields_of
 from megatron.core.config.parse import parse_table
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments.sections import flags_and_defaults
 
 # field -> dest
 RENAMED = {
@@ -44,37 +48,21 @@ _REFUSED = """
 timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func |
     the program builds this object itself; use the keys of its settings
 params_dtype pipeline_dtype | the dtype follows bf16 and fp16; use one of those keys
-enable_autocast=False | use bf16 or fp16 instead of autocast
 num_microbatches_with_partial_activation_checkpoints |
     recomputing only some micro-batches is not available; use recompute_granularity
-moe_extended_tp=False | use expert_tensor_parallel_size
 moe_token_dropping=False | use moe_expert_capacity_factor to drop tokens
-moe_router_topk_limited_devices | use moe_router_num_groups and moe_router_group_topk
 output_layer_init_method | use init_method_std instead
 embedding_init_method | use embedding_init_method_std
-activation_func_fp8_input_store=False fp8_dot_product_attention=False
-    fp8_multi_head_attention=False tp_only_amax_red=False |
-    this fp8 path is not available in this program; use fp8 and fp8_recipe
-use_kitchen=False quant_recipe | the kitchen package is not public; use fp8
 heterogeneous_block_specs=False | use heterogeneous_layers_config_path
 standalone_embedding_stage=False | use account_for_embedding_in_pipeline_split
 """
 # The same for keys that are ignored with a warning.
 _IGNORED = """
-autocast_dtype | it only adjusts enable_autocast
-tp_comm_atomic_ag=False tp_comm_atomic_rs=False tp_comm_overlap_disable_qkv=False
-    tp_comm_overlap_disable_fc1=False | it only adjusts tp_comm_overlap
-batch_p2p_comm=True batch_p2p_sync=True deallocate_pipeline_outputs=False
-    cpu_offloading_double_buffering=False memory_efficient_layer_norm=False
-    disable_parameter_transpose_cache=False cuda_graph_use_single_mempool=False
-    cuda_graph_retain_backward_graph=False |
-    this version makes this choice itself; results do not depend on it
 variable_seq_lengths=False |
     rows of --no-sft-packing differ in length without it, others have one length
 cpu_offloading_activations=True | cpu_offloading always offloads activations
 cpu_offloading_weights=False | cpu_offloading does not offload weights
-hetereogenous_dist_checkpoint=False is_hybrid_model=False |
-    the program derives it from other keys
+is_hybrid_model=False | the program derives it from other keys
 """
 
 
@@ -87,7 +75,22 @@ def _fields(text: str) -> dict[str, tuple[bool | None, str]]:
     }
 
 
-REFUSED, IGNORED = _fields(_REFUSED), _fields(_IGNORED)
+def _of_library(*, refused: bool) -> dict[str, tuple[Any, str]]:
+    """Return the keys that are fields without effect of the model's config, and not flags."""
+    flags = RENAMED.keys() | flags_and_defaults().keys()
+    return {
+        f.name: (f.default, entry.reason)
+        for f, entry in library_fields_of(TransformerConfig)
+        if entry.is_refused == refused and f.name not in flags and f.name[0] != "_"
+    }
+
+
+REFUSED = _of_library(refused=True) | _fields(_REFUSED)
+IGNORED = {
+    key: entry
+    for key, entry in (_of_library(refused=False) | _fields(_IGNORED)).items()
+    if key not in REFUSED
+}
 
 # Keys that a function below translates.
 _TRANSLATED = ("activation_func", "gated_linear_unit", "bias_activation_fusion", "init_method")

@@ -78,9 +78,8 @@ def run(
         num_microbatches=num_microbatches,
         seq_length=6,
         micro_batch_size=4 // num_microbatches,
-        config=ModelConfig(calculate_per_token_loss=per_token),
         pg_collection=groups,
-        **more,
+        **{"config": ModelConfig(calculate_per_token_loss=per_token)} | more,
     )
 
 
@@ -106,6 +105,25 @@ def test_the_gradient_does_not_depend_on_the_microbatch_size(
     reported = run(wrapped(model, alone), alone, num_microbatches=num_microbatches, step=step)
     assert len(reported) == num_microbatches
     torch.testing.assert_close(gradients(model), gradients(plain), **tolerances.GRADIENT)
+
+
+def test_the_schedule_calls_the_functions_that_a_project_sets_in_the_config(
+    alone: ProcessGroupCollection,
+) -> None:
+    model, plain = TinyModel(), TinyModel()
+    mean_loss(plain, token_batch(4)).backward()
+    calls: list[tuple[Any, ...]] = []
+    config = ModelConfig()
+    config.grad_scale_func = lambda loss: 4.0 * loss
+    config.finalize_model_grads_func = lambda *given: calls.append(given)
+    ddp = wrapped(model, alone)
+    run(ddp, alone, num_microbatches=2, config=config)
+    expected = {name: 4.0 * grad for name, grad in gradients(plain).items()}
+    torch.testing.assert_close(gradients(model), expected, **tolerances.GRADIENT)
+    assert calls == [([ddp], None)]
+    with torch.no_grad():
+        run(ddp, alone, num_microbatches=2, config=config, forward_only=True)
+    assert len(calls) == 1
 
 
 @pytest.mark.feature(
