@@ -10,15 +10,27 @@ from pathlib import Path
 
 import torch
 
-from tools.dev.lib import emulated_cuda, emulated_transformer_engine
+from tools.dev.lib import emulated_cuda, emulated_transformer_engine, supplied_names
 from tools.dev.lib.library_models import Reference, differing
 from tools.dev.lib.library_steps import Training, done, start
+
+_CORE = "megatron.core"
+# ModelOpt, and names of releases after v0.14, that its modules import at once.
+SUPPLIED = (
+    f"{_CORE}.post_training.modelopt.gpt.model_specs:get_gpt_modelopt_spec",
+    f"{_CORE}.post_training.modelopt.mamba.model_specs:get_mamba_stack_modelopt_spec",
+    f"{_CORE}.models.gpt.experimental_attention_variant_module_specs:"
+    "get_transformer_block_with_experimental_attention_variant_spec",
+    f"{_CORE}.transformer.enums:CudaGraphScope",
+    f"{_CORE}.tokenizers:MegatronTokenizer",
+)
 
 
 def main(model_name: str, folder: Path, tp: int = 1, pp: int = 1) -> None:
     """Build, load, compare, train, save, load and export."""
     emulated_cuda.emulate()
     emulated_transformer_engine.install()
+    supplied_names.supply(SUPPLIED)
     from megatron.bridge import AutoBridge
     from megatron.bridge.training.config import DistributedDataParallelConfig
 
@@ -33,6 +45,7 @@ def main(model_name: str, folder: Path, tp: int = 1, pp: int = 1) -> None:
     provider.params_dtype = provider.pipeline_dtype = torch.float32
     provider.bf16 = provider.fp16 = False
     provider.gradient_accumulation_fusion = False
+    provider.cuda_graph_impl = "none"  # a field of releases after v0.14, which the provider reads
     provider.finalize()
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     ddp.finalize()

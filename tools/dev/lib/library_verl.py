@@ -32,7 +32,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from tools.dev.lib.library_models import SEQUENCE, tokens
+from tools.dev.lib.library_models import SEQUENCE, differing, tokens
 from tools.dev.lib.library_steps import done, join
 
 PROMPT = SEQUENCE // 2
@@ -86,13 +86,12 @@ class Trial:
     @torch.no_grad()
     def roll_out(self) -> None:
         """Let transformers answer with the actor's weights, which are those of the checkpoint."""
-        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.bfloat16)
-        loaded = model.state_dict()
         exported = {name: w.clone() for name, w in self.actor.get_per_tensor_param()[0]}
-        different = [n for n, w in loaded.items() if not torch.equal(exported.pop(n), w)]
-        if different or exported:
-            raise ValueError(f"exported tensors differ: {different} {list(exported)}")
+        different = differing(self.path, exported)
+        if different:
+            raise ValueError(f"exported tensors differ: {different}")
         done("export")
+        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.bfloat16)
         prompts = tokens(2)[:, :PROMPT].repeat_interleave(ANSWERS, 0)
         torch.manual_seed(7)
         self.ids = model.generate(
