@@ -375,6 +375,9 @@ NAMES: PathTable = {
         "core.utils": "divide",
     },
     "core.utils": {
+        "core.dist_checkpointing.module_state": (
+            "make_sharded_tensor_for_checkpoint make_tp_sharded_tensor_for_checkpoint"
+        ),
         "core.compat.utils": "WrappedTensor MakeViewlessTensor make_viewless_tensor unwrap_model "
         "safely_set_viewless_tensor_data get_pg_rank get_pg_size to_local_if_dtensor "
         "get_tensor_model_parallel_group_if_none get_data_parallel_group_if_dtensor "

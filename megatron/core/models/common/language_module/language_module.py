@@ -208,10 +208,21 @@ class LanguageModule(MegatronModule):
     ) -> ShardedStateDict:
         """Return the entries of `ShardedModule`; a tied output weight is the embedding's copy."""
         entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        output = entries.get(f"{prefix}output_layer.weight")
-        if self.share_embeddings_and_output_weights and output is not None:
-            output.key = f"{prefix}embedding.word_embeddings.weight"
+        if self.share_embeddings_and_output_weights:
+            self.tie_embeddings_and_output_weights_state_dict(
+                entries, f"{prefix}output_layer.weight", f"{prefix}embedding.word_embeddings.weight"
+            )
         return entries
+
+    def tie_embeddings_and_output_weights_state_dict(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        output_layer_weight_key: str,
+        first_stage_word_emb_key: str,
+    ) -> None:
+        """Give the entry of an output layer with a copy of the embedding the embedding's key."""
+        if (output := sharded_state_dict.get(output_layer_weight_key)) is not None:
+            output.key = first_stage_word_emb_key
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Name and initialize the parameters of a model with its own options."""
