@@ -104,7 +104,7 @@ class ViTClassifier(VisionModule):
             return hidden
         if self.is_sharded:
             hidden = gather_from_sequence_parallel_region(hidden, False, group=self.tp_group)
-        logits: Tensor = self.classifier(hidden[0])
+        logits: Tensor = self.classifier(hidden[0])[0]
         return logits.float()
 
     def _embedded(self, images: Tensor) -> Tensor:
