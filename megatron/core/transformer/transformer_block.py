@@ -190,7 +190,7 @@ class TransformerBlock(MegatronModule):
 
     def forward(
         self,
-        hidden_states: Tensor | None,
+        hidden_states: Any,
         attention_mask: AttentionMask | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
@@ -205,7 +205,7 @@ class TransformerBlock(MegatronModule):
         inference_params: KVCache | None = None,
         **more: object,
     ) -> Tensor:
-        """Run the layers: [s, b, h] -> [s, b, h].
+        """Run the layers: [s, b, h] -> [s, b, h]; later stages ignore the argument.
 
         ``context`` [k, b, h]: the sequence that cross attention attends to.  ``more``: further
         keyword arguments of self attention (`SelfAttentionBase.forward`).  ``rotary_pos_cos``,
@@ -216,6 +216,8 @@ class TransformerBlock(MegatronModule):
             # Keep no reference, so that backward can free the tensor.
             hidden_states, self.input_tensor = self.input_tensor, None
         assert hidden_states is not None, "a later stage needs set_input_tensor"
+        if not isinstance(hidden_states, Tensor):  # Megatron Core's WrappedTensor
+            hidden_states = hidden_states.unwrap()
         shared: dict[str, object] = {
             "attention_mask": attention_mask,
             "inference_context": deprecate_inference_params(inference_context, inference_params),
