@@ -244,7 +244,8 @@ NAMES: PathTable = {
         "core.dist_checkpointing.module_state": "apply_swiglu_sharded_factory"
     },
     "core.transformer.multi_latent_attention": {
-        "core.models.common.embeddings.rope_utils": "apply_rotary_pos_emb"
+        "core.models.common.embeddings.rope_utils": "apply_rotary_pos_emb",
+        "core.utils": "deprecate_inference_params",
     },
     "core.transformer.multi_token_prediction": {
         "core.compat.moe": "MTPLossAutoScaler=MoEAuxLossAutoScaler",
