@@ -185,6 +185,10 @@ class ProcessGroupCollection:
         return self.pp.rank() == self.pp.size() - 1
 
 
+# Megatron Core's path of the class, by which projects recognize it.
+ProcessGroupCollection.__module__ = "megatron.core.process_groups_config"
+
+
 def _this_rank_alone(groups: Iterable[object]) -> ProcessGroup:
     """Return one of ``groups`` with this rank alone, else a new group.  Not collective."""
     for group in groups:

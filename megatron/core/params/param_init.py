@@ -35,7 +35,7 @@ _num_modules = 0  # that were initialized without names
 each_rank_owns(__name__, "_num_modules")
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class Init:
     """Initialization of a parameter: kind and standard deviation.
 

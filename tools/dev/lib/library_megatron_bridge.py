@@ -37,7 +37,7 @@ def main(model_name: str, folder: Path, tp: int = 1, pp: int = 1) -> None:
     start(tp, pp)
     done("import")
     path = folder / model_name
-    bridge = AutoBridge.from_hf_pretrained(str(path), dtype=torch.float32)
+    bridge = AutoBridge.from_hf_pretrained(str(path))
     provider = bridge.to_megatron_provider(load_weights=True)
     provider.tensor_model_parallel_size = tp
     provider.pipeline_model_parallel_size = pp
