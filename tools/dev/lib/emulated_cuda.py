@@ -49,6 +49,16 @@ def _same(value: Any, *args: object, **kwargs: object) -> Any:
     return value
 
 
+_scatter = torch.distributed.scatter
+
+
+def _scatter_whole(
+    tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, **more: Any
+) -> Any:
+    shares = scatter_list and [share.contiguous() for share in scatter_list]
+    return _scatter(tensor, shares, **more)
+
+
 def _pageable(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda *args, pin_memory=False, **kwargs: create(*args, **kwargs)
 
@@ -84,6 +94,8 @@ EMULATED: dict[tuple[Any, str], Any] = {
     (torch.Tensor, "pin_memory"): _same,
     (torch, "empty"): _pageable(torch.empty),
     (torch.Tensor, "record_stream"): _returns(None),
+    # gloo scatters the wrong elements of a tensor that is not contiguous; NCCL the right ones.
+    (torch.distributed, "scatter"): _scatter_whole,
     # Random numbers: those of the CPU.
     (torch.cuda, "get_rng_state"): lambda *args: torch.get_rng_state(),
     (torch.cuda, "set_rng_state"): lambda state, *args: torch.set_rng_state(state),
