@@ -11,7 +11,7 @@ __getattr__ = lazy_exports(
         "parallel_state": "megatron.core.parallel.parallel_state",
         "tensor_parallel": "megatron.core.tensor_parallel",
         "dist_checkpointing": "megatron.core.dist_checkpointing",
-        "InferenceParams": "megatron.core.inference.contexts.inference_params",
+        "InferenceParams": "megatron.core.inference.v014.contexts",
         "ModelParallelConfig": "megatron.core.model_parallel_config",
         "Timers": "megatron.core.diagnostics.timers",
     },

@@ -275,6 +275,7 @@ NUM_RUN = {
     "README.md": 1,
     "adding_a_check.md": 1,
     "checkpoints.md": 1,
+    "library.md": 1,  # test_simple_train_loop.py runs it
     "porting.md": 1,
     "rl.md": 2,
     "serving.md": 4,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import runpy
 import subprocess
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from examples import run_simple_train_loop
 from tests.support import forked, tolerances, user_simple_loop
+from tests.support.pages import blocks_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import ROOT
 
@@ -52,3 +58,29 @@ def test_a_simple_loop_of_megatron_core_trains_saves_and_loads(tmp_path: Path, r
     assert done.stdout.count("Successfully loaded the model") == ranks
     (weights,) = run_ranks(_loaded, 1, str(tmp_path / "ckpt"))
     assert all(bool(value.isfinite().all()) for value in weights.values())
+
+
+def _run_page(rank: int, world_size: int, folder: str, steps: int) -> str:
+    (code,) = [b.code for b in blocks_of(ROOT / "docs/library.md") if b.language == "python"]
+    torch.distributed.destroy_process_group()
+    store = torch.distributed.FileStore(f"{folder}/store{steps}", world_size)
+    start = partial(
+        torch.distributed.init_process_group, store=store, rank=rank, world_size=world_size
+    )
+    script = Path(folder, f"library_model{rank}{steps}.py")
+    script.write_text(code)
+    printed = io.StringIO()
+    with (
+        mock.patch("sys.argv", ["library_model.py", f"{folder}/model", str(steps)]),
+        mock.patch("torch.distributed.init_process_group", start),
+        contextlib.redirect_stdout(printed),
+    ):
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_model_of_the_library_page_trains_saves_reshards_and_writes(tmp_path):
+    page = (ROOT / "docs/library.md").read_text()
+    trained = run_ranks(_run_page, 2, str(tmp_path), 30)
+    assert trained[0].strip() in page
+    assert run_ranks(_run_page, 1, str(tmp_path), 0) == [trained[0]]

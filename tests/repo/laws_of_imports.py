@@ -69,11 +69,9 @@ _ENTRY_ROW = TRAINING_LAYERS.index({"entry"})
 ENTRY = {"__init__", "initialize", "startup_log", "training"}
 # Files directly in megatron/training that exist because Megatron-LM has their import path.
 MEGATRON_PATHS = {
-    "activations",
     "ft_integration",
     "global_vars",
     "inprocess_restart",
-    "theoretical_memory_usage",
     "utils",
     "yaml_arguments",
     "datasets",

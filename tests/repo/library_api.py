@@ -53,11 +53,11 @@ def missing(place: str) -> str | None:
 
 def _compared(thing: object, recorded: dict) -> Iterator[tuple[str, str]]:
     if "def" in recorded:
-        for text in _signature_problems(recorded["def"], thing):
+        for text in signature_problems(recorded["def"], thing):
             yield "", text
     for name, signature in recorded.get("methods", {}).items():
         if name == "__init__":
-            problems = [] if "fields" in recorded else _signature_problems(signature, thing)
+            problems = [] if "fields" in recorded else signature_problems(signature, thing)
         else:
             problems = _member_problems(thing, name, signature)
         if problems:
@@ -75,15 +75,15 @@ def _member_problems(thing: object, name: str, signature: str) -> list[str]:
     if member is None:
         return [f"has no such method: {signature}"]
     if isinstance(member, staticmethod):
-        return _signature_problems(signature, member.__func__)
+        return signature_problems(signature, member.__func__)
     if isinstance(member, classmethod):
-        return _signature_problems(
+        return signature_problems(
             signature.replace("(cls, ", "(").replace("(cls)", "()"), getattr(thing, name)
         )
-    return _signature_problems(signature, member, is_method=True) if callable(member) else []
+    return signature_problems(signature, member, is_method=True) if callable(member) else []
 
 
-def _signature_problems(recorded: str, thing: object, is_method: bool = False) -> list[str]:
+def signature_problems(recorded: str, thing: object, is_method: bool = False) -> list[str]:
     """Return why calls that ``recorded`` accepts may fail for ``thing``."""
     wanted = ast.parse(f"def f{recorded}: pass").body[0].args
     positional = [a.arg for a in (*wanted.posonlyargs, *wanted.args)]

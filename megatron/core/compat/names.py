@@ -256,7 +256,10 @@ NAMES: PathTable = {
     "core.transformer.torch_layer_norm": {
         "core.transformer.norms": "WrappedTorchLayerNorm=WrappedTorchNorm"
     },
-    "core.transformer.torch_norm": {"core.transformer.norms": "L2Norm"},
+    "core.transformer.enums": {
+        "core.enums": "AttnBackend AttnMaskType AttnType LayerType ModelType"
+    },
+    "core.transformer.torch_norm": {"core.transformer.norms": "L2Norm WrappedTorchNorm"},
     # Projects take what a copied method needs by `from ... import *`.
     "core.transformer.transformer_block": {
         "core.compat.config": "get_fp8_context",
@@ -388,5 +391,70 @@ NAMES: PathTable = {
         "local_multi_tensor_l2_norm",
         "core.compat.parallel": "GlobalMemoryBuffer",
         "core.compat.config": "ExperimentalNotEnabledError experimental_cls experimental_fn",
+    },
+    # -- Generation, whose classes with Megatron Core's names are in one package
+    "core.inference.async_stream": {"core.inference.v014.requests": "AsyncStream"},
+    "core.inference.common_inference_params": {
+        "core.inference.sampling_params": "CommonInferenceParams=SamplingParams",
+    },
+    "core.inference.contexts": {
+        "core.inference.v014.contexts": "BaseInferenceContext DynamicInferenceContext StaticInferenceContext",
+    },
+    "core.inference.contexts.base_context": {
+        "core.inference.v014.contexts": "BaseInferenceContext",
+    },
+    "core.inference.contexts.dynamic_context": {
+        "core.inference.v014.contexts": "ActiveRequestCountOverflowError ChunkOverflowError ContextOverflowError "
+        "DynamicInferenceContext MaxSequenceLengthOverflowError RequestOverflowError "
+        "TokenOverflowError",
+    },
+    "core.inference_params": {"core.inference.v014.contexts": "InferenceParams"},
+    "core.inference.contexts.inference_params": {"core.inference.v014.contexts": "InferenceParams"},
+    "core.inference.contexts.static_context": {
+        "core.inference.v014.contexts": "StaticInferenceContext",
+    },
+    "core.inference.engines": {
+        "core.inference.v014.engines": "AbstractEngine DynamicInferenceEngine StaticInferenceEngine",
+    },
+    "core.inference.engines.abstract_engine": {"core.inference.v014.engines": "AbstractEngine"},
+    "core.inference.engines.dynamic_engine": {
+        "core.inference.v014.engines": "DynamicInferenceEngine",
+    },
+    "core.inference.engines.mcore_engine": {
+        "core.inference.v014.engines": "MCoreEngine=StaticInferenceEngine",
+    },
+    "core.inference.engines.static_engine": {
+        "core.inference.v014.engines": "StaticInferenceEngine",
+    },
+    "core.inference.inference_request": {
+        "core.inference.v014.requests": "DynamicInferenceRequest InferenceRequest Status VLMInferenceRequest",
+    },
+    "core.inference.model_inference_wrappers.abstract_model_inference_wrapper": {
+        "core.inference.v014.wrappers": "AbstractModelInferenceWrapper",
+    },
+    "core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper": {
+        "core.inference.v014.wrappers": "GPTInferenceWrapper",
+    },
+    "core.inference.model_inference_wrappers.inference_wrapper_config": {
+        "core.inference.v014.contexts": "InferenceWrapperConfig",
+    },
+    "core.inference.model_inference_wrappers.multimodal.vlm_inference_wrapper": {
+        "core.inference.v014.wrappers": "VLMInferenceWrapper",
+    },
+    "core.inference.model_inference_wrappers.t5.t5_inference_wrapper": {
+        "core.inference.v014.wrappers": "T5InferenceWrapper",
+    },
+    "core.inference.scheduler": {"core.inference.v014.requests": "Scheduler"},
+    "core.inference.text_generation_controllers.encoder_decoder_text_generation_controller": {
+        "core.inference.v014.controllers": "EncoderDecoderTextGenerationController",
+    },
+    "core.inference.text_generation_controllers.simple_text_generation_controller": {
+        "core.inference.v014.controllers": "SimpleTextGenerationController=TextGenerationController",
+    },
+    "core.inference.text_generation_controllers.text_generation_controller": {
+        "core.inference.v014.controllers": "TextGenerationController",
+    },
+    "core.inference.text_generation_controllers.vlm_text_generation_controller": {
+        "core.inference.v014.controllers": "VLMTextGenerationController",
     },
 }

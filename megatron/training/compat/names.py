@@ -13,6 +13,7 @@ NAMES: PathTable = {
         "training.compat.train_loop": _LOOP,
         "training.startup_log": "print_datetime",
     },
+    "training.activations": {"core.activations": "fast_gelu quick_gelu squared_relu"},
     "training.arguments": {"training.arguments.parser": "add_megatron_arguments"},
     "training.async_utils": {"training.compat.checkpointing": "maybe_finalize_async_save"},
     "training.checkpointing": {
@@ -23,6 +24,7 @@ NAMES: PathTable = {
         "training.compat.global_vars": "set_global_variables",
         "training.compat.utils": "_initialize_tp_communicators",
     },
+    "training.theoretical_memory_usage": {"training.compat.arguments": "report_theoretical_memory"},
     "training.vocab_utils": {
         "training.tokenizer.tokenizer": "calculate_padded_vocab_size=pad_vocab_size"
     },

@@ -1,1 +1,0 @@
-"""Wrappers, under their module paths in Megatron-LM."""

@@ -1,1 +1,0 @@
-"""Wrapper of decoder-only models, under their module paths in Megatron-LM."""

@@ -1,3 +1,0 @@
-"""Wrapper of decoder-only models, under its module path in Megatron-LM."""
-
-from megatron.core.inference.v014.wrappers import GPTInferenceWrapper as GPTInferenceWrapper

@@ -1,1 +1,0 @@
-"""Wrapper of vision-language models, under their module paths in Megatron-LM."""

@@ -1,1 +1,0 @@
-"""Wrapper of encoder-decoder models, under their module paths in Megatron-LM."""

@@ -1,1 +1,0 @@
-"""Controllers, under their module paths in Megatron-LM."""
