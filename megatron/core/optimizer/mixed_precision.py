@@ -25,7 +25,7 @@ from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.fusions import kernels
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
-from megatron.core.optimizer.reduced_precision_state import dtype_of
+from megatron.core.optimizer.reduced_precision_state import is_fp32
 from megatron.core.params.param_info import FlatPart, ParamInfo, info_of, local_part
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -135,7 +135,7 @@ def _record(
         values.is_contiguous()
         and stores_remainders(config, values)
         # A weight gathered as 8-bit codes is no longer the upper half of its fp32 master.
-        and not (dtype_of(config.main_params_dtype) == torch.float32 and info.gathered_as_codes)
+        and not (is_fp32(config.main_params_dtype) and info.gathered_as_codes)
     ):
         main = nn.Parameter(values.float())
     else:
@@ -156,8 +156,8 @@ def stores_remainders(config: OptimizerConfig, values: Tensor) -> bool:
     Weights with other layouts, or gathered as codes, can have a copy all the same.
     """
     # An fp32 master is a bf16 weight and a 16-bit remainder; fp16 is not the upper half of fp32.
-    is_fp32 = dtype_of(config.main_params_dtype) == torch.float32
-    if values.dtype not in ((torch.bfloat16,) if is_fp32 else _HALF):
+    has_fp32 = is_fp32(config.main_params_dtype)
+    if values.dtype not in ((torch.bfloat16,) if has_fp32 else _HALF):
         return False
     # A fused Adam kernel is as fast on weight and remainder as on fp32: save the separate copy.
     is_fused = config.optimizer == "adam" and kernels.is_available("adam", values)

@@ -40,6 +40,11 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
     return torch.float8_e4m3fn if dtype == torch.uint8 else dtype  # Megatron Core's FP8
 
 
+def is_fp32(dtype: torch.dtype | str) -> bool:
+    """Return whether a field of OptimizerConfig names fp32."""
+    return dtype_of(dtype) == DTYPES["fp32"]
+
+
 _BLOCK = 128  # values that share an exponent
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10, torch.float8_e4m3fn: 3}
 # Exponent of a block's largest value after scaling: one below the format's largest exponent.

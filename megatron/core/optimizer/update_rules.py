@@ -26,6 +26,7 @@ from megatron.core.optimizer.reduced_precision_state import (
     StateChunk,
     StateStorage,
     dtype_of,
+    is_fp32,
     is_plain,
     stretches,
 )
@@ -82,11 +83,11 @@ class UpdateRule(ABC):
         """Return the state of ``param``, allocated at the first call."""
         if param not in self.state:
             self.state[param] = self.new_state(param)
-            dtype = dtype_of(self.config.main_params_dtype)
-            if param.dtype is torch.bfloat16 and dtype == torch.float32:
+            dtype = self.config.main_params_dtype
+            if param.dtype is torch.bfloat16 and is_fp32(dtype):
                 self.state[param]["main"] = SplitMaster(param.detach())
             elif param.dtype in (torch.bfloat16, torch.float16):
-                self.state[param]["main"] = SideMaster(param.detach(), dtype)
+                self.state[param]["main"] = SideMaster(param.detach(), dtype_of(dtype))
         return self.state[param]
 
     def _move_new_state_to_right_device(self) -> None:
@@ -314,8 +315,8 @@ def _zeros(
     param: Tensor, dtype: torch.dtype | str = torch.float32, *, is_square: bool = False
 ) -> Tensor | StateStorage:
     """Return state of zeros like ``param``: fp32 or wider, or quantized to ``dtype``."""
-    if (stored := dtype_of(dtype)) != torch.float32:
-        return QuantizedState(param, stored, is_square=is_square)
+    if not is_fp32(dtype):
+        return QuantizedState(param, dtype_of(dtype), is_square=is_square)
     return torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
 
 
