@@ -24,6 +24,7 @@ import pytest
 
 from examples.inference.common import add_flags
 from examples.inference.gpt.gpt_dynamic_inference import add_arrival_flags
+from megatron.core.config.option import cli_default, options_of
 from megatron.training.arguments.config_file import resolved_values
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
@@ -128,9 +129,13 @@ def content(script: str) -> dict[str, Any]:
     started = launch(script)
     found: dict[str, Any] = {"entry": started.entry, "world_size": started.world_size}
     for section, values in resolved_values(started.resolve()).items():
+        options = {f.name: opt for f, opt in options_of(SECTIONS[section])}
         for f in fields(SECTIONS[section]):
-            default = list(f.default) if isinstance(f.default, tuple) else f.default
-            if values[f.name] != default:
+            # A flag that is not given has the command line's default, from which values follow.
+            given = cli_default(f, options[f.name]) if f.name in options else None
+            default = f.default if given is None else given
+            default = list(default) if isinstance(default, tuple) else default
+            if values[f.name] != default and not f.name.endswith("init_method"):
                 found[f"{section}.{f.name}"] = values[f.name]
     return found
 

@@ -2,7 +2,7 @@
 
 ``python -m tests.support.megatron_core_cases OUTPUT [CASE ...]`` writes the values that each case
 returns on each rank.  `tools/dev/library_judge.py` runs it with both libraries, compares, and
-records NVIDIA's values for `test_megatron_core_cases.py`.  Without a GPU, `emulate_cuda` replaces
+records NVIDIA's values for `test_megatron_core_cases.py`.  Without a GPU, `cuda_on_cpu` replaces
 the calls of torch.cuda that NVIDIA's library makes unconditionally.
 """
 
@@ -36,68 +36,6 @@ def case(ranks: int = 1) -> Callable[[Callable[[], Values]], Callable[[], Values
         return function
 
     return register
-
-
-def emulate_cuda() -> None:
-    """Replace functions of torch.cuda, and CUDA devices as arguments, by the CPU's."""
-    cuda = torch.cuda
-    for module in (cuda, cuda.random):
-        module.get_rng_state = lambda *_, **__: torch.get_rng_state()
-        module.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    cuda.manual_seed = torch.manual_seed
-    cuda.current_device = lambda: 0
-    cuda.device_count = lambda: 1
-    cuda.default_generators = [torch.default_generator]
-    cuda._lazy_call = lambda function, **_: function()
-    for name in ("set_device", "synchronize", "empty_cache", "_lazy_init"):
-        setattr(cuda, name, lambda *_: None)
-    cuda.is_initialized = lambda: True
-    cuda.Stream = cuda.Event = cuda.stream = _NoStream
-    cuda.current_stream = _NoStream
-    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
-    move = _on_cpu(torch.Tensor.to)
-    torch.Tensor.to = lambda self, *args, **kwargs: move(
-        self, *("cpu" if type(a) is int else a for a in args), **kwargs
-    )
-    for name in ("new_empty", "new_zeros", "new_ones", "new_full"):
-        setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
-    kind = torch.Tensor.type
-    torch.Tensor.type = lambda self, *args: (
-        kind(self, *args) if args else kind(self).replace("torch.", "torch.cuda.")
-    )
-    exchange = dist.all_to_all_single
-    dist.all_to_all_single = lambda *args, **kwargs: exchange(
-        *args, **{k: v.tolist() if torch.is_tensor(v) else v for k, v in kwargs.items()}
-    )
-    torch.compile = lambda function=None, **_: function or (lambda inner: inner)
-    makers = "empty zeros ones full tensor arange randn rand eye randint linspace as_tensor"
-    for name in (*makers.split(), "empty_like", "zeros_like", "ones_like"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-
-
-class _NoStream:
-    """Takes the place of a CUDA stream or event."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def __getattr__(self, name: str) -> Callable[..., _NoStream]:
-        return lambda *_, **__: self
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(make)
-    def made(*args: Any, **kwargs: Any) -> Tensor:
-        device = kwargs.get("device")
-        if isinstance(device, int) or "cuda" in str(device):
-            kwargs["device"] = "cpu"
-        is_text = [isinstance(a, str | torch.device) and "cuda" in str(a) for a in args]
-        return make(*("cpu" if yes else a for yes, a in zip(is_text, args, strict=True)), **kwargs)
-
-    return made
 
 
 # -- what several cases share ---------------------------------------------------------------------
@@ -610,24 +548,6 @@ def learning_rates() -> Values:
     return values
 
 
-@case()
-def numbers_of_microbatches() -> Values:
-    from megatron.core import num_microbatches_calculator as calculator
-
-    values: Values = {}
-    for ramp in (None, [8, 8, 64]):
-        calculator.init_num_microbatches_calculator(0, ramp, 32, 2, 2)
-        for samples in (0, 16, 64, 200):
-            calculator.update_num_microbatches(samples, consistency_check=False)
-            values[f"{ramp} {samples}"] = [
-                calculator.get_num_microbatches(),
-                calculator.get_current_global_batch_size(),
-                calculator.get_micro_batch_size(),
-            ]
-        calculator.unset_num_microbatches_calculator()
-    return values
-
-
 @case(4)
 def grid_of_communicators() -> Values:
     from megatron.core.hyper_comm_grid import HyperCommGrid
@@ -723,42 +643,6 @@ def strictness_of_loads() -> Values:
 
 
 @case()
-def pipeline_layouts() -> Values:
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    start()
-    values: Values = {}
-    for more in (
-        {"pipeline_model_parallel_size": 4},
-        {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
-        {
-            "pipeline_model_parallel_size": 4,
-            "account_for_embedding_in_pipeline_split": True,
-            "num_layers": 15,
-        },
-    ):
-        settings = config(**{"num_layers": 16, "pipeline_dtype": torch.float32, **more})
-        stages = settings.virtual_pipeline_model_parallel_size
-        for stage in range(stages or 1):
-            vp = stage if stages else None
-            values[f"{more} {stage}"] = [
-                get_num_layers_to_build(settings, vp_stage=vp),
-                get_transformer_layer_offset(settings, vp_stage=vp),
-            ]
-    return values
-
-
-@case()
-def recipes_of_quantization() -> Values:
-    from megatron.core.quantization.quant_config import GlobMatcher, MatchContext
-
-    matcher = GlobMatcher("*.linear_fc1", "fc1")
-    names = ("decoder.layers.1.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2")
-    return {name: matcher.match(MatchContext(name, 1)) for name in names}
-
-
-@case()
 def errors() -> Values:
     values: Values = {}
     for name, settings in {
@@ -773,20 +657,6 @@ def errors() -> Values:
         except (ValueError, AssertionError) as error:
             values[name] = "ValueError" if isinstance(error, ValueError) else "AssertionError"
     return values
-
-
-def fingerprint(value: Any) -> Any:
-    """Return a value as JSON; a tensor as its shape, its sum, and two other sums."""
-    if torch.is_tensor(value):
-        flat = value.detach().double().reshape(-1)
-        ramp = torch.linspace(1, 2, max(1, flat.numel()), dtype=torch.float64)[: flat.numel()]
-        sums = flat.sum(), flat.abs().sum(), (flat * ramp).sum()
-        return {"shape": list(value.shape), "sums": [round(float(x), 9) for x in sums]}
-    if isinstance(value, dict):
-        return {str(key): fingerprint(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [fingerprint(entry) for entry in value]
-    return value if isinstance(value, int | float | str | None) else str(value)
 
 
 def run_cases(rank: int, world_size: int, names: Collection[str] = ()) -> Values:
@@ -808,7 +678,9 @@ def _run(rank: int, world_size: int, names: list[str], folder: str, emulates: bo
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     if emulates:
-        emulate_cuda()
+        import cuda_on_cpu  # beside this file, which NVIDIA's library runs as a program
+
+        cuda_on_cpu.emulate_cuda()
     store = dist.FileStore(f"{folder}/{world_size}.store", world_size)
     limit = timedelta(seconds=60)  # a rank that fails leaves the others in a collective
     dist.init_process_group("gloo", None, limit, world_size, rank, store)

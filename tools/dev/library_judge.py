@@ -12,7 +12,6 @@ NVIDIA's values into `tests/golden/megatron_core_values.json`.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
@@ -25,6 +24,9 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from tests.support.fingerprints import fingerprint  # noqa: E402
+
 CASES = ROOT / "tests/support/megatron_core_cases.py"
 RECORD = ROOT / "tests/golden/megatron_core_values.json"
 RELEASE = "megatron-core==0.14.0"
@@ -75,16 +77,14 @@ def _run(paths: list[Path], output: Path, cases: list[str]) -> dict[str, Any]:
         [sys.executable, CASES, output, *cases], env=env, check=True, stderr=subprocess.DEVNULL
     )
     files = sorted(output.glob("*.pt"))
-    return {n: v for f in files for n, v in torch.load(f, weights_only=False).items()}
+    return {n: v for f in files for n, v in torch.load(f, weights_only=True).items()}
 
 
 def _record(values: dict[str, Any]) -> None:
     """Write the fingerprints of ``values``; cases that were not run keep theirs."""
-    spec = importlib.util.spec_from_file_location("cases", CASES)
-    cases: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(cases)
+
     known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    known |= {name: cases.fingerprint(value) for name, value in values.items()}
+    known |= {name: fingerprint(value) for name, value in values.items()}
     rows = (f"{json.dumps(name)}: {json.dumps(known[name])}" for name in sorted(known))
     RECORD.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
