@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.repo.source import ROOT
-from tests.support.fingerprints import fingerprint
 from tests.support.megatron_core_cases import CASES, run_cases
 from tests.support.ranks import run_ranks
+from tools.dev.lib.fingerprints import fingerprint
 
 EXPECTED = json.loads((ROOT / "tests/golden/megatron_core_values.json").read_text())
 

@@ -25,7 +25,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from tests.support.fingerprints import fingerprint  # noqa: E402
+from tools.dev.lib.fingerprints import fingerprint  # noqa: E402
 
 CASES = ROOT / "tests/support/megatron_core_cases.py"
 RECORD = ROOT / "tests/golden/megatron_core_values.json"
