@@ -35,7 +35,12 @@ CASES: dict[str, dict[str, Any]] = {
         **DROPPING,
         "moe_pad_expert_input_to_capacity": True,
     },
-    "weights on inputs": {**DROPPING, "moe_apply_probs_on_input": True, "moe_router_topk": 1},
+    "weights on inputs": {
+        **DROPPING,
+        "moe_apply_probs_on_input": True,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+    },
     "padding among the tokens": {"has_padding": True},
     "recomputed": {
         **DROPPING,
