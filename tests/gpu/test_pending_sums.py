@@ -34,7 +34,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def block(where: str, **changes: Any) -> TransformerBlock:
-    config = tiny_config(hidden_size=H, **{"num_layers": 3, **changes})
+    config = tiny_config(hidden_size=H, num_layers=3, **{"bias_dropout_fusion": True, **changes})
     torch.manual_seed(3)
     spec = get_gpt_layer_local_spec(config=config)
     made = TransformerBlock(config, spec, pg_collection=one_process_groups())
