@@ -36,6 +36,16 @@ def finalize_model_grads(
     ``grad_finalize_pgs``: an earlier name of ``pg_collection``.  Default: the groups of the model.
     """
     groups = pg_collection or grad_finalize_pgs or model[0].groups
+    reduce_model_grads(model, num_tokens, groups)
+    ends = (getattr(m, "end_batch", None) for chunk in model for m in chunk.modules())
+    for end_batch in dict.fromkeys(filter(None, ends)):
+        end_batch(model, groups)
+
+
+def reduce_model_grads(
+    model: Sequence[DataParallelBase], num_tokens: Tensor | None, groups: ProcessGroupCollection
+) -> None:
+    """Do what `finalize_model_grads` does, but leave the buffers of modules as they are."""
     for chunk in model:
         chunk.finish_grad_sync()
     for group, is_expert in ((groups.tp, False), (groups.expt_tp, True)):
@@ -46,9 +56,6 @@ def finalize_model_grads(
         total = total_tokens(num_tokens, groups)
         for chunk in model:
             chunk.scale_gradients(1.0 / total.clamp(min=1))
-    ends = (getattr(m, "end_batch", None) for chunk in model for m in chunk.modules())
-    for end_batch in dict.fromkeys(filter(None, ends)):
-        end_batch(model, groups)
 
 
 def _used_gradients(

@@ -16,7 +16,7 @@ import torch
 
 from megatron.core import device
 from megatron.core.aux_loss import aux_losses_of
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.core.pipeline_parallel.microbatch import StepHooks
 from megatron.training.checkpointing.checkpoint_tensors import rng_state, set_rng_state
 from megatron.training.data.loaders import ReadAhead
@@ -58,7 +58,8 @@ def rehearse(run: TrainingRun) -> None:
     run.optimizer.zero_grad()
     hooks = StepHooks(
         grad_scale_func=run.optimizer.scale_loss,
-        finalize_model_grads_func=partial(finalize_model_grads, pg_collection=run.groups),
+        # Not finalize_model_grads: layers that scale by earlier steps would count this one.
+        finalize_model_grads_func=partial(reduce_model_grads, groups=run.groups),
     )
     forward_backward(run, data, count, forward_only=False, hooks=hooks)
     if run.data.valid_loaders:
