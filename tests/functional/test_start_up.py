@@ -47,7 +47,7 @@ def test_what_is_left_out_is_found_when_it_is_asked_for() -> None:
     ]
     assert [format.name for format in FORMATS.values()] == list(FORMATS)
     assert {reader.__name__ for reader in _READERS.values()} == {
-        "CheckpointReader", "TorchDistReader", "TorchLegacyReader", "TorchDcpReader"
+        "CheckpointReader", "TorchDistReader", "TorchLegacyReader", "TorchDcpReader", "LibraryFiles"
     }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.value_types import Shape
+from megatron.core.dist_checkpointing.key_names import HALVES, block_names, is_vocabulary
 from megatron.core.dist_checkpointing.mapping import (
     ReplicaId,
     ShardedBase,
@@ -26,11 +27,6 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedStateDict,
     ShardedTensor,
     split_factory,
-)
-from megatron.core.dist_checkpointing.megatron_formats.names import (
-    HALVES,
-    block_names,
-    is_vocabulary,
 )
 from megatron.core.parallel.default_groups import default_groups
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection

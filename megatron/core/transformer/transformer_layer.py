@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.dist_checkpointing.key_names import with_fused_norms
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, apply_prefix_mapping
-from megatron.core.dist_checkpointing.megatron_formats.names import with_fused_norms
 from megatron.core.fusions.fused_bias_dropout import BiasDropoutAdd, get_bias_dropout_add
 from megatron.core.fusions.rms_norm import adds_in_norm
 from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams

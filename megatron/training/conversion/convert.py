@@ -20,8 +20,8 @@ from megatron.core.dist_checkpointing.all_ranks import begin, complete, conclude
 from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.formats import FORMATS, Contents
 from megatron.core.dist_checkpointing.hashing import hash_here
+from megatron.core.dist_checkpointing.key_names import is_vocabulary
 from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
-from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabulary
 from megatron.core.dist_checkpointing.plain_values import plain
 from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX, LazyPiece, TensorRecord
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
-from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabulary
+from megatron.core.dist_checkpointing.key_names import is_vocabulary
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training.conversion.families import FAMILIES, PARTS

@@ -14,8 +14,8 @@ import torch
 from megatron.core.config.errors import CheckpointError, ConfigError, MegatronError
 from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.dist_checkpointing.key_names import is_vocabulary
 from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE, Common, Layout
-from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabulary
 from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.models.multimodal.llava_model import IMAGE_TOKEN

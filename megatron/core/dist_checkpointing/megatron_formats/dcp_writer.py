@@ -52,6 +52,7 @@ from megatron.core.dist_checkpointing.formats import (
     check_written_once,
     merge_tensors,
 )
+from megatron.core.dist_checkpointing.key_names import HALVES
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_FILE,
     MANIFEST,
@@ -74,7 +75,6 @@ from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
     layout_of,
 )
 from megatron.core.dist_checkpointing.megatron_formats.names import (
-    HALVES,
     blocks_of,
     fused_name,
     is_buffer,

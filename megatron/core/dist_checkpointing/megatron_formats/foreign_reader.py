@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointDamaged
 from megatron.core.config.value_types import Arguments, JsonObject, Nested, Shape, Unpickled
+from megatron.core.dist_checkpointing.key_names import is_vocabulary
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_FILE,
     METADATA,
@@ -35,7 +36,6 @@ from megatron.core.dist_checkpointing.megatron_formats.archive import (
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpTensor, ForeignPiece
 from megatron.core.dist_checkpointing.megatron_formats.names import (
     OUTPUT,
-    is_vocabulary,
     sharding_of,
     split_expert,
     split_state,

@@ -27,6 +27,12 @@ from typing import NamedTuple
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import Arguments, Shape
+from megatron.core.dist_checkpointing.key_names import (
+    HALVES,
+    MIXER_BLOCKS,
+    VOCABULARY,
+    with_fused_norms,
+)
 
 # Pattern of a part of a name -> this project's name; all rules are applied, in order.
 _BEFORE_CORE = (
@@ -56,19 +62,10 @@ _RENAMES = (
     ),
 )
 _OLD_STACKS = ("language_model.encoder.", "language_model.transformer.")
-# Reverse rules for norms: the names in linear layers with a fused norm.
-_INPUT = r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1"
-_MIXER = r"(\.layers\.\d+)\.norm\.(weight|bias)$", r"\1.mixer.in_proj.layer_norm_\2"
-_MLP = r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1"
-_LATENT = r"\.(q|kv)_layernorm\.(weight|bias)$", r".linear_\1_up_proj.layer_norm_\2"
-_VOCABULARY = (
-    r"(^|\.)((word_embeddings|output_layer)\.(weight|bias)"
-    r"|word_embeddings\.lora\.a|output_layer\.lora\.b)$"
-)
 # Ends of our names that tensor parallelism shards, by dimension; other tensors are not sharded.
 # Adapters: B of a layer that shards its outputs, A of one that shards its inputs.
 _SHARDED_DIMS = (
-    _VOCABULARY + r"|\.(linear_qkv|linear_q|linear_kv|linear_fc1|eh_proj)\.(weight|bias)$"
+    VOCABULARY + r"|\.(linear_qkv|linear_q|linear_kv|linear_fc1|eh_proj)\.(weight|bias)$"
     r"|\.(linear_qkv|linear_q|linear_kv|linear_fc1)\.lora\.(\w+_)?b$"
     r"|\.linear_(q|q_up|kv_up)_proj\.(weight|bias|lora\.b)$"
     r"|\.core_attention\.softmax_offset$"
@@ -77,11 +74,6 @@ _SHARDED_DIMS = (
 )
 _GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
 _GATED_FLAGS = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
-# End of a name -> blocks concatenated in it: gate, input, two projections, time steps.
-_BLOCKS = {
-    **dict.fromkeys((".mixer.in_proj.weight", ".mixer.in_proj.lora.b"), ("z", "x", "B", "C", "dt")),
-    **dict.fromkeys((".mixer.conv1d.weight", ".mixer.conv1d.bias"), ("x", "B", "C")),
-}
 _NARROW = re.compile(r"\.linear_(q|kv)_down_proj\.(?!lora\.)")
 _EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(.*)$")
 _BUFFER = re.compile(r"\.(expert_bias|quantizer\.amax_history)$")
@@ -125,16 +117,6 @@ def fused_name(name: str, arguments: Arguments) -> str:
     )
 
 
-def with_fused_norms(name: str, *, is_latent: bool, has_experts: bool) -> str:
-    """Return the Transformer Engine name of a tensor of a layer with such parts."""
-    rules = [_LATENT if is_latent else _INPUT, _MIXER]
-    if not has_experts:
-        rules.append(_MLP)
-    for pattern, replacement in rules:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
 def stored_layer_has_experts(layer: int, arguments: Arguments) -> bool:
     """Return whether layer ``layer`` (from 0) of a stored model has experts."""
     if is_hybrid(arguments):
@@ -172,20 +154,14 @@ def sharding_of(name: str, arguments: Arguments) -> Sharding:
 
 def blocks_of(name: str, arguments: Arguments) -> dict[str, int]:
     """Return name and number of rows of the blocks of a mixer tensor; empty for other tensors."""
-    tail = next((tail for tail in _BLOCKS if name.endswith(tail)), None)
+    tail = next((tail for tail in MIXER_BLOCKS if name.endswith(tail)), None)
     if tail is None:
         return {}
     width, of_states = int(arguments["mamba_head_dim"]), int(arguments["mamba_num_groups"])
     of_states *= int(arguments["mamba_state_dim"])
     heads = int(arguments.get("mamba_num_heads") or 2 * int(arguments["hidden_size"]) // width)
     rows = {"z": heads * width, "x": heads * width, "B": of_states, "C": of_states, "dt": heads}
-    return {block: rows[block] for block in _BLOCKS[tail]}
-
-
-def block_names(name: str, count: int) -> list[str]:
-    """Return the names of the ``count`` blocks of a tensor."""
-    found = next((blocks for tail, blocks in _BLOCKS.items() if name.endswith(tail)), ())
-    return list(found) if len(found) == count else [f"block_{i}" for i in range(count)]
+    return {block: rows[block] for block in MIXER_BLOCKS[tail]}
 
 
 def split_block(name: str) -> tuple[str, str]:
@@ -195,11 +171,8 @@ def split_block(name: str) -> tuple[str, str]:
     ('decoder.layers.0.mixer.in_proj.weight', 'dt')
     """
     whole, _, block = name.rpartition(".")
-    is_one = any(whole.endswith(tail) and block in blocks for tail, blocks in _BLOCKS.items())
+    is_one = any(whole.endswith(tail) and block in blocks for tail, blocks in MIXER_BLOCKS.items())
     return (whole, block) if is_one else (name, "")
-
-
-HALVES = ("_w", "_v")  # suffixes of the two halves of a gated layer, if saved separately
 
 
 def split_half(name: str) -> tuple[str, int | None]:
@@ -229,11 +202,6 @@ def split_expert(name: str) -> tuple[str, int, str] | None:
 def _split_number(pattern: re.Pattern[str], name: str) -> tuple[str, int, str] | None:
     found = pattern.match(name)
     return (found[1], int(found[2]), found[3]) if found else None
-
-
-def is_vocabulary(name: str) -> bool:
-    """Return whether the first dimension is the vocabulary, with padding at its end."""
-    return re.search(_VOCABULARY, name) is not None
 
 
 def split_layer(name: str) -> tuple[str, int, str] | None:

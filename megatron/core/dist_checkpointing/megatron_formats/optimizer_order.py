@@ -17,9 +17,10 @@ from typing import Any
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import Arguments, Shape, StateDict, Unpickled
+from megatron.core.dist_checkpointing.key_names import is_vocabulary
 from megatron.core.dist_checkpointing.megatron_formats.archive import StoredArray
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpTensor
-from megatron.core.dist_checkpointing.megatron_formats.names import is_expert, is_vocabulary
+from megatron.core.dist_checkpointing.megatron_formats.names import is_expert
 
 Param = tuple[str, Any]  # name, and a rank's shard: anything with a shape and a dtype
 Chunks = Sequence[Sequence[Param]]  # the parameters of each model chunk
