@@ -119,7 +119,7 @@ def test_rank_stabilised_scale() -> None:
 
 
 def test_experts_have_adapters_of_their_own() -> None:
-    experts = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_ffn_hidden_size": 16}
+    experts = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
     config = tiny_config(gated_linear_unit=True, add_bias_linear=False, **experts)
     spec = get_gpt_decoder_block_spec(config)
     model = GPTModel(config, spec, 16, 8, pg_collection=one_process_groups())
