@@ -79,6 +79,7 @@ SMALL_FILES: dict[str, str] = {
     "megatron/core/config/value_types.py": _IN_ALL,
     "megatron/core/device/async_host_copy.py": "tests recognize waits of the host by this file",
     "megatron/core/diagnostics/log_once.py": _IN_ALL,
+    "megatron/core/dist_checkpointing/key_names.py": "modules read it without importing formats",
     "megatron/training/compat/names.py": "the table of import paths, which has few entries",
     "megatron/core/fusions/adam_step.py": "kernels of CPU and GPU share it without importing both",
     "megatron/core/models/mamba/mamba_layer_specs.py": _OF_MEGATRON,

@@ -25,9 +25,21 @@ def one_process_groups() -> ProcessGroupCollection:
     return ProcessGroupCollection(**dict.fromkeys(names, group), **grids)
 
 
+_FUSIONS = (
+    "apply_rope_fusion",
+    "bias_dropout_fusion",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+)
+
+
 def tiny_config(**changes: Any) -> TransformerConfig:
-    """Return a config of 2 layers, hidden size 32, 4 heads, no dropout, with ``changes``."""
+    """Return a config of 2 layers, hidden size 32, 4 heads, no dropout, with ``changes``.
+
+    Functions are fused, as on the command line.
+    """
     values: dict[str, Any] = {
+        **dict.fromkeys(_FUSIONS, True),
         "num_layers": 2,
         "hidden_size": 32,
         "num_attention_heads": 4,
