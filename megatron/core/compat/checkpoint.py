@@ -202,7 +202,7 @@ class TensorStoreLoadShardedStrategy:
 
 
 class FileSystemWriterAsync:
-    """Raises ConfigError: the files of a checkpoint have one writer, which is no class."""
+    """Raises ConfigError: functions, not a class, write the files of a checkpoint."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         raise ConfigError(
@@ -263,7 +263,7 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Nested) -> Nested:
 def extract_matching_values(
     x: Nested, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
 ) -> tuple[Nested, Nested]:
-    """Divide nested dicts and lists into those of the values that match, and of the others.
+    """Divide nested dicts and lists into two: with the values that match, and with the others.
 
     Lists keep their order only, or with ``return_lists_as_dicts`` become dicts by index.
     """

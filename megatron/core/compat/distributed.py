@@ -27,7 +27,7 @@ class TorchFullyShardedDataParallel(FullyShardedDataParallel):
     """FSDP2 that frees gathered parameters after forward, as --use-torch-fsdp2 does.
 
     Units are the transformer layers and the embedding: ``sub_modules_to_wrap`` has no effect.
-    ``process_group``: the data-parallel ranks, if they are not those of the other groups.
+    ``process_group``: the data-parallel ranks, if the other groups have different ones.
     """
 
     @library_call(
@@ -74,7 +74,7 @@ def _reshard_if_dtensor(tensor_to_shard: Tensor, reference_tensor: Tensor) -> Te
 
 def _with_attributes(tensor: Tensor, source: Tensor) -> Tensor:
     for name, value in vars(source).items():
-        if not name.startswith("_"):  # those of DTensor itself
+        if not name.startswith("_"):  # DTensor's own names
             setattr(tensor, name, value)
     return tensor
 

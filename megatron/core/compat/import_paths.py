@@ -47,7 +47,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname not in _homes and not is_package:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is None:
+        if spec is None or spec.origin is None:  # a folder without modules, left by an update
             return importlib.machinery.ModuleSpec(fullname, _Loader(), is_package=is_package)
         if is_package and spec.submodule_search_locations is None:
             spec.submodule_search_locations = []  # Megatron Core has a package, we have a file

@@ -1,4 +1,4 @@
-"""Megatron Core's functions of expert layers, on those of `transformer.moe`.
+"""Megatron Core's functions of expert layers; they call the functions of `transformer.moe`.
 
 ``n`` tokens, ``E`` experts; probs and routing_map [n, E] are the pair that a router returns.
 """

@@ -27,7 +27,7 @@ from megatron.core.optimizer.update_rules import UpdateRule
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 
-# Keys by which saved parameter groups are matched with those of this run.
+# Keys by which saved parameter groups are matched with this run's.
 param_group_identifier_keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
@@ -118,7 +118,7 @@ class ChainedOptimizer(MegatronOptimizer):
         return math.sqrt(sum(each.get_grad_norm() ** 2 for each in self._chained))
 
     def clip_by_norm(self, clip_grad: float, norm: float) -> None:
-        """Scale all gradients in place as those of a model whose gradients have this norm."""
+        """Clip all gradients in place, given the norm of the model's gradients."""
         for each in self._chained:
             each.clip_by_norm(clip_grad, norm)
 
@@ -177,7 +177,7 @@ class ChainedOptimizer(MegatronOptimizer):
         return states[0] if len(states) == 1 else states
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
-        """Return the entries of the only optimizer, or those of several by their index."""
+        """Return the entries of the only optimizer, or the entries of several by their index."""
         states = [each.sharded_state_dict(*args, **kwargs) for each in self._chained]
         return states[0] if len(states) == 1 else dict(enumerate(states))
 

@@ -61,7 +61,7 @@ def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
 
 
 class BackendSpecProvider:
-    """Chooses the classes of a spec: those of ``parts``, or others in derived classes."""
+    """Chooses the classes of a spec: from ``parts``, or others in derived classes."""
 
     parts = LOCAL
 
@@ -268,7 +268,7 @@ class MTPLossLoggingHelper:
         wandb_writer: Any = None,
         total_loss_dict: dict[str, Tensor] | None = None,
     ) -> None:
-        """Log the losses since the last call, those of `GPTModel` too, times ``loss_scale``."""
+        """Log the losses since the last call, also from `GPTModel`, times ``loss_scale``."""
         tracker = MTPLossLoggingHelper.tracker
         for losses in [*AuxLosses.instances]:
             if any(name.startswith("mtp_") for name in losses.values):
