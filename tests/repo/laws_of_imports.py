@@ -98,7 +98,6 @@ COMPATIBILITY_API = {
     "megatron.core.timers": set(),
     "megatron.core.rerun_state_machine": set(),
     "megatron.core.parallel.parallel_state": {
-        "megatron/core/parallel_state.py",  # the import path of Megatron-LM
         "megatron/core/parallel/default_groups.py",  # groups that a caller leaves out
         "megatron/core/compat/pipeline.py",  # Megatron Core's helpers for scripts
         "megatron/core/compat/tensor_parallel.py",

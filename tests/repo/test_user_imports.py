@@ -6,13 +6,12 @@ feature -> module -> names.  The list of later names only shrinks.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
 
 import pytest
 
-from tests.repo.source import ROOT, project
+from tests.repo.source import ROOT
 
 WANTED = {
     (module, name)
@@ -103,16 +102,6 @@ def test_every_later_name_has_one_reason():
 @pytest.mark.parametrize(("module", "name"), ALSO_WANTED, ids=lambda part: part.split(".")[-1])
 def test_other_names_that_scripts_import_are_here(module, name):
     assert is_importable(module, name)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [s for s in project() if s.text.startswith('"""The path under which scripts import')],
-    ids=lambda s: s.path,
-)
-def test_paths_for_scripts_hold_no_logic(source):
-    nodes = [n for n in source.tree.body[1:] if not isinstance(n, ast.Import | ast.ImportFrom)]
-    assert all(ast.unparse(node).startswith("__getattr__ = lazy_exports(") for node in nodes)
 
 
 @pytest.mark.parametrize(

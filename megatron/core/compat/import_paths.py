@@ -1,8 +1,17 @@
 """Import paths of Megatron-LM whose names are defined elsewhere in this project.
 
-A table maps each path to the modules that define its names.  `install` adds an import hook, which
-creates a module for a path without a file, and extends a module that exists by the names that it
-lacks.  Names are looked up at first use, so that no path imports more than it needs.
+A table is a text with one row for each path and each module that defines names of it, all below
+``megatron``.  A row continues in lines that begin with a blank.
+
+    core.jit <- core.compat.config: jit_fuser disable_jit_fuser
+    core.timers = core.diagnostics.timers
+
+The first row gives a path two names; ``name=other`` is a name that the module calls ``other``, and
+``name=`` the module itself.  In the second row the path is the module itself.
+
+`install` adds an import hook, which creates a module for a path without a file, and extends a
+module that exists by the names that it lacks.  Names are looked up at first use, so that no path
+imports more than it needs.
 """
 
 from __future__ import annotations
@@ -11,26 +20,29 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-# Import path -> module -> the names that it defines, separated by spaces; ``name=other`` if the
-# module calls it ``other``, ``name=`` if the module itself has this name.  All below megatron.
-PathTable = Mapping[str, Mapping[str, str]]
-
 _homes: dict[str, dict[str, tuple[str, str]]] = {}  # path -> name -> (module, its name there)
+_same: dict[str, str] = {}  # path -> the module that it is
 
 
-def install(table: PathTable) -> None:
+def install(table: str) -> None:
     """Add the paths of ``table``; modules that are imported already are extended at once."""
-    for path, homes in table.items():
-        known = _homes.setdefault(f"megatron.{path}", {})
-        for home, names in homes.items():
-            for entry in names.split():
-                name, is_other, other = entry.partition("=")
-                known[name] = f"megatron.{home}", other if is_other else name
-        if (module := sys.modules.get(f"megatron.{path}")) is not None:
+    for row in table.replace("\n ", " ").splitlines():
+        if not row or row.startswith("#"):
+            continue
+        path, arrow, entries = f"megatron.{row}".split(maxsplit=2)
+        home, _, names = entries.partition(":")
+        if arrow == "=":
+            _same[path] = f"megatron.{home}"
+            continue
+        known = _homes.setdefault(path, {})
+        for entry in names.split():
+            name, is_other, other = entry.partition("=")
+            known[name] = f"megatron.{home}", other if is_other else name
+        if (module := sys.modules.get(path)) is not None:
             _extend(module)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
@@ -43,7 +55,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return the spec of a path of the table, or of a package that contains one."""
-        is_package = any(known.startswith(f"{fullname}.") for known in _homes)
+        if fullname in _same:
+            return importlib.machinery.ModuleSpec(fullname, _Loader())
+        is_package = any(known.startswith(f"{fullname}.") for known in (*_homes, *_same))
         if fullname not in _homes and not is_package:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -66,8 +80,11 @@ class _Loader(importlib.abc.Loader):
     """Creates the module of a path without a file."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Add the names of the table."""
-        _extend(module)
+        """Add the names of the table, or put the module that the path is in its place."""
+        if module.__name__ in _same:
+            sys.modules[module.__name__] = importlib.import_module(_same[module.__name__])
+        else:
+            _extend(module)
 
 
 def _extend(module: ModuleType) -> None:
