@@ -7,7 +7,7 @@ that runs the step calls `AuxLosses.begin`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -62,7 +62,7 @@ class AuxLosses:
             return x
         value, seen = (loss if reported is None else reported).detach(), self.values.get(name)
         self.values[name] = value if seen is None else seen + value
-        return _Attach.apply(x, loss * coefficient, self)
+        return MoEAuxLossAutoScaler.apply(x, loss * coefficient, self)
 
     def take(self) -> dict[str, Tensor]:
         """Return ``values`` and reset them."""
@@ -70,17 +70,39 @@ class AuxLosses:
         return values
 
 
-class _Attach(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Context[AuxLosses], x: Tensor, loss: Tensor, losses: AuxLosses) -> Tensor:
-        ctx.values = losses
-        ctx.save_for_backward(loss)
-        return x.view_as(x)
+class MoEAuxLossAutoScaler(Function[Tensor]):
+    """Returns ``output``; backward adds the gradient of ``aux_loss``, times a weight.
+
+    The weight of ``losses``; without them the scale of `set_loss_scale`.
+    """
+
+    main_loss_backward_scale: Any = None
 
     @staticmethod
-    def backward(ctx: Context[AuxLosses], grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def forward(
+        ctx: Context[AuxLosses | type[AuxLosses]],
+        output: Tensor,
+        aux_loss: Tensor,
+        losses: AuxLosses | type[AuxLosses] = AuxLosses,
+    ) -> Tensor:
+        """Attach ``aux_loss`` to ``output``."""
+        ctx.values = losses
+        ctx.save_for_backward(aux_loss)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(
+        ctx: Context[AuxLosses | type[AuxLosses]], grad_output: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients of both."""
         (loss,) = ctx.saved_tensors
-        return grad, torch.ones_like(loss) * ctx.values.weight, None
+        return grad_output, torch.ones_like(loss) * ctx.values.weight, None
+
+    @staticmethod
+    def set_loss_scale(scale: Tensor) -> None:
+        """Set the scale of the main loss, also for layers that no schedule runs."""
+        MoEAuxLossAutoScaler.main_loss_backward_scale = scale
+        AuxLosses.weight = scale
 
 
 def aux_losses_of(models: Iterable[nn.Module]) -> Iterator[AuxLosses]:

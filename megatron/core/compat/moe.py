@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,27 +18,12 @@ from megatron.core import device
 from megatron.core.autograd import Context, Function
 from megatron.core.aux_loss import AuxLosses
 from megatron.core.config.errors import MissingDependency
-from megatron.core.parallel.default_groups import default_groups
-from megatron.core.tensor_parallel.mappings import through
-from megatron.core.transformer.moe import deep_ep, routing
+from megatron.core.parallel.default_groups import default_groups, library_call
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import routing
 from megatron.core.transformer.moe.routing import RoutingRule
 
 # -- choice of experts -------------------------------------------------------------------------
-
-
-def _rule(
-    topk: int,
-    score_function: str,
-    groups: tuple[int | None, int | None] = (None, None),
-    **more: Any,
-) -> RoutingRule:
-    if score_function not in ("softmax", "sigmoid"):
-        raise ValueError(f"Invalid score_function: {score_function}: use softmax or sigmoid")
-    num_groups, chosen = groups
-    if num_groups and chosen:
-        more |= {"num_groups": num_groups, "groups_per_token": chosen}
-        more["scores_per_group"] = topk // chosen
-    return RoutingRule(k=topk, score_function=score_function, **more)
 
 
 def topk_routing_with_score_function(
@@ -55,9 +39,14 @@ def topk_routing_with_score_function(
 ) -> tuple[Tensor, Tensor]:
     """Return probs and routing_map of logits [n, E]; ``fused`` uses a kernel where there is one."""
     assert logits.dim() == 2, f"logits are [tokens, experts], not {tuple(logits.shape)}"
-    groups = num_groups, group_topk
-    how = {"pre_softmax": use_pre_softmax, "scaling_factor": scaling_factor or None}
-    rule = _rule(topk, score_function, groups, **how)
+    rule = RoutingRule(
+        k=topk,
+        score_function=score_function,
+        pre_softmax=use_pre_softmax,
+        num_groups=num_groups if num_groups and group_topk else 1,
+        groups_per_token=group_topk or 1,
+        scaling_factor=scaling_factor or None,
+    )
     route = routing.route_fused if fused else routing.route
     probs, routing_map = route(logits, rule, expert_bias)
     return probs, routing_map
@@ -67,7 +56,7 @@ def group_limited_topk(
     scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
 ) -> tuple[Tensor, Tensor]:
     """Return scores and numbers [n, k] of the best experts within each token's best groups."""
-    rule = _rule(topk, "softmax", (num_groups, group_topk))
+    rule = RoutingRule(k=topk, num_groups=num_groups, groups_per_token=group_topk)
     experts = routing.best(routing.within_best_groups(scores.detach(), rule), topk)
     return scores.gather(1, experts), experts
 
@@ -76,7 +65,7 @@ def compute_routing_scores_for_aux_loss(
     logits: Tensor, topk: int, score_function: str, fused: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return routing_map and scores, which sum to 1, for a balance loss.  ``fused``: no effect."""
-    scores = routing.balance_scores(logits, _rule(topk, score_function))
+    scores = routing.balance_scores(logits, RoutingRule(k=topk, score_function=score_function))
     experts = routing.best(scores.detach(), topk)
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, experts, True), scores
 
@@ -102,23 +91,14 @@ def apply_router_token_dropping(
         raise ValueError(f"Invalid drop_policy: {drop_policy}: use probs or position")
     num_tokens, num_experts = routing_map.shape
     capacity = get_capacity(num_tokens * router_topk, num_experts, capacity_factor)
-    ranks = routing_probs.detach() if drop_policy == "probs" else routing_map.to(torch.int8)
-    order = torch.sort(ranks, dim=0, descending=True, stable=True).indices[:capacity]
-    kept = torch.zeros_like(routing_map, dtype=torch.bool).scatter(0, order, True)
-    kept = kept if pad_to_capacity else kept & routing_map
+    visits = routing_probs.detach().masked_fill(~routing_map, -torch.inf)
+    kept = routing.fits(visits, capacity, drop_policy, fills=pad_to_capacity)
     return routing_probs * kept, kept
-
-
-@cache
-def _generator(where: torch.device) -> torch.Generator:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return torch.Generator(where).manual_seed(42 + rank)
 
 
 def apply_random_logits(logits: Tensor) -> Tensor:
     """Return random values whose gradient goes to ``logits``, to benchmark with balanced load."""
-    noise = torch.empty_like(logits).normal_(generator=_generator(logits.device))
-    return logits + (noise - logits).detach()
+    return logits + (torch.randn_like(logits) - logits).detach()
 
 
 class RouterGatingLinearFunction(Function[Tensor]):
@@ -157,16 +137,20 @@ def permute(
 
     With ``drop_and_pad`` every expert has ``num_out_tokens`` / E rows.  ``fused``: no effect.
     """
-    chosen = routing_map.bool().t()
+    token = routing_map.bool().t().nonzero()[:, 1]
     if drop_and_pad and num_out_tokens is not None:
-        capacity = num_out_tokens // len(chosen)
-        order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        token = order[:, :capacity].flatten()
-        expert = torch.arange(len(chosen), device=token.device).repeat_interleave(capacity)
-    else:
-        expert, token = chosen.nonzero(as_tuple=True)
+        order = routing_map.byte().argsort(dim=0, descending=True, stable=True)
+        token = order[: num_out_tokens // routing_map.shape[1]].t().flatten()
+    expert = _experts_of_rows(len(token), routing_map, drop_and_pad)
     weights = None if probs is None else probs[token, expert]
     return tokens.index_select(0, token), weights, token
+
+
+def _experts_of_rows(num_rows: int, routing_map: Tensor, drop_and_pad: bool) -> Tensor:
+    if not drop_and_pad:
+        return routing_map.bool().t().nonzero()[:, 0]
+    experts = torch.arange(routing_map.shape[1], device=routing_map.device)
+    return experts.repeat_interleave(num_rows // len(experts))
 
 
 def unpermute(
@@ -182,11 +166,7 @@ def unpermute(
     rows = permuted_tokens
     if probs is not None:
         assert routing_map is not None, "probs need the routing_map"
-        expert = routing_map.bool().t().nonzero()[:, 0]
-        if drop_and_pad:
-            num_experts = routing_map.shape[1]
-            expert = torch.arange(num_experts, device=rows.device)
-            expert = expert.repeat_interleave(len(rows) // num_experts)
+        expert = _experts_of_rows(len(rows), routing_map, drop_and_pad)
         rows = rows * probs[sorted_indices, expert].unsqueeze(-1)
     whole = rows.new_zeros(tuple(restore_shape)).index_add(0, sorted_indices, rows)
     return whole.to(permuted_tokens.dtype)
@@ -200,16 +180,17 @@ def sort_chunks_by_idxs(
     fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Split rows, and their ``probs``, and join the chunks in the order of ``sorted_idxs``."""
-    sizes, order = split_sizes.tolist(), sorted_idxs.tolist()
-    both = [
-        None if rows is None else torch.cat([rows.split(sizes)[i] for i in order])
-        for rows in (input, probs)
-    ]
-    assert both[0] is not None, "there are rows"
-    return both[0], both[1]
+    sizes = split_sizes.tolist()
+    order = sorted_idxs.tolist()
+
+    def sort(rows: Tensor) -> Tensor:
+        chunks = rows.split(sizes)
+        return torch.cat([chunks[i] for i in order])
+
+    return sort(input), None if probs is None else sort(probs)
 
 
-# -- auxiliary losses --------------------------------------------------------------------------
+# -- auxiliary losses, and losses of multi-token prediction ------------------------------------
 
 
 def switch_load_balancing_loss_func(
@@ -231,29 +212,49 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
     return routing.z_loss(logits, num_tokens=logits[..., 0].numel()) * z_loss_coeff
 
 
-class MoEAuxLossAutoScaler(Function[Tensor]):
-    """Returns ``output``; backward adds the gradient of ``aux_loss``, times the scale."""
+def _add(
+    entry: dict[str, Any],
+    loss: Tensor,
+    place: int,
+    size: int,
+    groups: tuple[ProcessGroup | None, ProcessGroup | None],
+) -> None:
+    """Add a loss to ``values`` [size] of an entry, whose groups sum and average them later."""
+    values = entry.setdefault("values", torch.zeros(size, device=loss.device))
+    values[place] += loss.detach()
+    entry["reduce_group"], entry["avg_group"] = groups
 
-    main_loss_backward_scale: Any = None
 
-    @staticmethod
-    def forward(ctx: Context[None], output: Tensor, aux_loss: Tensor) -> Tensor:
-        """Attach ``aux_loss`` to ``output``."""
-        ctx.save_for_backward(aux_loss)
-        return output.view_as(output)
+def _reduce(
+    entry: dict[str, Any], sums: Sequence[ProcessGroup] = (), means: Sequence[ProcessGroup] = ()
+) -> None:
+    """Sum and average the values of an entry over its groups and these.  Collective."""
+    values = entry["values"]
+    for groups, averages in (
+        ((*sums, entry.get("reduce_group")), False),
+        ((*means, entry.get("avg_group")), True),
+    ):
+        for group in groups:
+            if group is not None and group.size() > 1:
+                dist.all_reduce(values, group=group)
+                values /= group.size() if averages else 1
 
-    @staticmethod
-    def backward(ctx: Context[None], grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of both."""
-        (aux_loss,) = ctx.saved_tensors
-        scale = MoEAuxLossAutoScaler.main_loss_backward_scale
-        return grad_output, torch.ones_like(aux_loss) * (1.0 if scale is None else scale)
 
-    @staticmethod
-    def set_loss_scale(scale: Tensor) -> None:
-        """Set the scale of the main loss, also for layers that no schedule runs."""
-        MoEAuxLossAutoScaler.main_loss_backward_scale = scale
-        AuxLosses.weight = scale
+def _log(
+    losses: Mapping[str, Any],
+    iteration: int,
+    writers: tuple[Any, Any],
+    totals: dict[str, Tensor] | None = None,
+) -> None:
+    """Log losses by TensorBoard and wandb, and add them to ``totals``, where these are not None."""
+    board, wandb = writers
+    for name, value in losses.items():
+        if totals is not None:
+            totals[name] = totals.get(name, 0) + value
+        if board is not None:
+            board.add_scalar(name, value, iteration)
+        if wandb is not None:
+            wandb.log({name: value}, iteration)
 
 
 _tracker: dict[str, dict[str, Any]] = {}
@@ -268,11 +269,9 @@ def save_to_aux_losses_tracker(
     avg_group: ProcessGroup | None = None,
 ) -> None:
     """Add a loss of a layer to the log; ranks of ``reduce_group`` hold summands."""
-    if layer_number is None:
-        return
-    entry = _tracker.setdefault(name, {"values": torch.zeros(num_layers, device=loss.device)})
-    entry["values"][layer_number - 1] += loss.detach()
-    entry |= {"reduce_group": reduce_group, "avg_group": avg_group}
+    if layer_number is not None:
+        groups = reduce_group, avg_group
+        _add(_tracker.setdefault(name, {}), loss, layer_number - 1, num_layers, groups)
 
 
 def get_moe_layer_wise_logging_tracker() -> dict[str, dict[str, Any]]:
@@ -291,19 +290,17 @@ def clear_aux_losses_tracker() -> None:
         entry["values"].zero_()
 
 
-def reduce_aux_losses_tracker_across_ranks(track_names: Sequence[str] | None = None) -> None:
+@library_call()
+def reduce_aux_losses_tracker_across_ranks(
+    track_names: Sequence[str] | None = None, *, pg_collection: ProcessGroupCollection
+) -> None:
     """Sum losses over pipeline stages, average them over data-parallel ranks.  Collective."""
-    groups, tracker = default_groups(), get_moe_layer_wise_logging_tracker()
+    tracker = get_moe_layer_wise_logging_tracker()
     for name in tracker if track_names is None else track_names:
-        entry = tracker[name]
-        averages = entry.get("avg_group"), groups.dp_cp
-        for group in (groups.pp, entry.get("reduce_group"), *averages):
-            if group is not None and group.size() > 1:
-                dist.all_reduce(entry["values"], group=group)
-                if group in averages:
-                    entry["values"] /= group.size()
+        _reduce(tracker[name], [pg_collection.pp], [pg_collection.dp_cp])
 
 
+@library_call()
 def track_moe_metrics(
     loss_scale: float,
     iteration: int,
@@ -316,6 +313,8 @@ def track_moe_metrics(
     num_layers: int | None = None,
     moe_layer_freq: int | Sequence[int] | None = None,
     mtp_num_layers: int | None = None,
+    *,
+    pg_collection: ProcessGroupCollection,
 ) -> None:
     """Log the auxiliary losses since the last call, averaged over layers of experts.  Collective.
 
@@ -325,7 +324,7 @@ def track_moe_metrics(
     for name in track_names or () if force_initialize else ():
         empty = torch.zeros(num_layers or 0, device=device.current())
         tracker.setdefault(name, {"values": empty})
-    reduce_aux_losses_tracker_across_ranks(track_names)
+    reduce_aux_losses_tracker_across_ranks(track_names, pg_collection=pg_collection)
     if moe_layer_freq is None or isinstance(moe_layer_freq, int):
         count = len(range(0, num_layers or 0, moe_layer_freq or 1))
     elif isinstance(moe_layer_freq, list | tuple):
@@ -333,40 +332,74 @@ def track_moe_metrics(
     else:
         raise ValueError(f"Invalid moe_layer_freq: {moe_layer_freq}: use a number or a list")
     count += mtp_num_layers or 0
-    scalars: dict[str, Any] = {}
-    for name, entry in tracker.items():
-        values = entry["values"].float() * loss_scale
-        scalars[name] = mean = values.sum() / count
-        if total_loss_dict is not None:
-            total_loss_dict[name] = total_loss_dict.get(name, 0) + mean
-        if per_layer_logging:
-            scalars |= {f"moe/{name}_layer_{i}": v for i, v in enumerate(values.tolist())}
-    if writer is not None:
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, iteration)
-            if wandb_writer:
-                wandb_writer.log({name: value}, iteration)
+    losses = {name: entry["values"].float() * loss_scale for name, entry in tracker.items()}
+    means = {name: values.sum() / count for name, values in losses.items()}
+    _log(means, iteration, (writer, wandb_writer), total_loss_dict)
+    for name, values in losses.items() if per_layer_logging else ():
+        layers = {f"moe/{name}_layer_{i}": value for i, value in enumerate(values.tolist())}
+        _log(layers, iteration, (writer, wandb_writer))
     clear_aux_losses_tracker()
 
 
-# -- DeepEP, and experts in the layout of the package grouped_gemm -----------------------------
+class MTPLossLoggingHelper:
+    """Collects the losses of multi-token prediction for the log.
+
+    ``tracker``: "values" [depths] and the groups over which they are reduced.
+    """
+
+    tracker: dict[str, Any] = {}  # noqa: RUF012  (projects assign to its items)
+
+    @staticmethod
+    def save_loss_to_tracker(
+        loss: Tensor,
+        layer_number: int | None,
+        num_layers: int,
+        reduce_group: ProcessGroup | None = None,
+        avg_group: ProcessGroup | None = None,
+    ) -> None:
+        """Add the loss of depth ``layer_number``, from 0."""
+        if layer_number is not None:
+            groups = reduce_group, avg_group
+            _add(MTPLossLoggingHelper.tracker, loss, layer_number, num_layers, groups)
+
+    @staticmethod
+    def clean_loss_in_tracker() -> None:
+        """Set all losses to 0."""
+        MTPLossLoggingHelper.tracker["values"].zero_()
+        MTPLossLoggingHelper.tracker |= {"reduce_group": None, "avg_group": None}
+
+    @staticmethod
+    def reduce_loss_in_tracker() -> None:
+        """Sum over ``reduce_group``, average over ``avg_group``.  Collective over both."""
+        if "values" in MTPLossLoggingHelper.tracker:
+            _reduce(MTPLossLoggingHelper.tracker)
+
+    @staticmethod
+    def track_mtp_metrics(
+        loss_scale: float,
+        iteration: int,
+        writer: Any,
+        wandb_writer: Any = None,
+        total_loss_dict: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Log the losses since the last call, also from `GPTModel`, times ``loss_scale``."""
+        tracker = MTPLossLoggingHelper.tracker
+        for losses in [*AuxLosses.instances]:
+            if any(name.startswith("mtp_") for name in losses.values):
+                found = losses.take()
+                groups = tracker.get("reduce_group"), default_groups().dp_cp
+                for depth, (total, count) in enumerate(found.values()):
+                    _add(tracker, total / count / loss_scale, depth, len(found), groups)
+        MTPLossLoggingHelper.reduce_loss_in_tracker()
+        if "values" not in tracker:
+            return
+        depths = enumerate(tracker["values"] * loss_scale, start=1)
+        scaled = {f"mtp_{depth} loss": loss for depth, loss in depths}
+        _log(scaled, iteration, (writer, wandb_writer), total_loss_dict)
+        MTPLossLoggingHelper.clean_loss_in_tracker()
 
 
-def get_hidden_bytes(x: Tensor) -> int:
-    """Return the bytes of a row that DeepEP's buffer must hold, at least 2 per value."""
-    return x.shape[1] * max(x.element_size(), 2)
-
-
-def fused_combine(
-    x: Tensor,
-    group: ProcessGroup,
-    handle: Any,
-    async_finish: bool = False,
-    allocate_on_comm_stream: bool = False,
-) -> tuple[Tensor, None]:
-    """Send results back to their tokens by DeepEP, and wait for them.  Collective."""
-    handled = deep_ep.get_buffer(group, get_hidden_bytes(x)), handle
-    return through(x, handled, deep_ep.combined, deep_ep.dispatched), None
+# -- experts in the layout of the package grouped_gemm -----------------------------------------
 
 
 class GroupedMLP(torch.nn.Module):

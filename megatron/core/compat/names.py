@@ -150,10 +150,11 @@ core.transformer.mlp <- core.dist_checkpointing.module_state: apply_swiglu_shard
 core.transformer.multi_latent_attention <- core.models.common.embeddings.rope_utils:
     apply_rotary_pos_emb
 core.transformer.multi_latent_attention <- core.utils: deprecate_inference_params
-core.transformer.multi_token_prediction <- core.compat.moe: MTPLossAutoScaler=MoEAuxLossAutoScaler
-core.transformer.multi_token_prediction <- core.compat.transformer: MTPLossLoggingHelper
-    get_mtp_layer_offset get_mtp_layer_spec get_mtp_layer_spec_for_backend
-    get_mtp_num_layers_to_build tie_output_layer_state_dict tie_word_embeddings_state_dict
+core.transformer.multi_token_prediction <- core.aux_loss: MTPLossAutoScaler=MoEAuxLossAutoScaler
+core.transformer.multi_token_prediction <- core.compat.moe: MTPLossLoggingHelper
+core.transformer.multi_token_prediction <- core.compat.transformer: get_mtp_layer_offset
+    get_mtp_layer_spec get_mtp_layer_spec_for_backend get_mtp_num_layers_to_build
+    tie_output_layer_state_dict tie_word_embeddings_state_dict
 core.transformer.torch_layer_norm <- core.transformer.norms: WrappedTorchLayerNorm=WrappedTorchNorm
 core.transformer.enums <- core.enums: AttnBackend AttnMaskType AttnType LayerType ModelType
 core.transformer.torch_norm <- core.transformer.norms: L2Norm WrappedTorchNorm
@@ -185,12 +186,13 @@ core.ssm.mamba_context_parallel <- core.parallel.context_parallel_partition:
 core.ssm.mamba_mixer <- core.dist_checkpointing.mapping: _split_tensor_factory=split_factory
 core.ssm.mlp_layer <- core.transformer.transformer_layer: MLPLayer=TransformerLayer
 core.transformer.moe.experts <- core.compat.moe: GroupedMLP
-core.transformer.moe.fused_a2a <- core.compat.moe: fused_combine get_hidden_bytes
-core.transformer.moe.fused_a2a <- core.transformer.moe.deep_ep: get_buffer
+core.transformer.moe.fused_a2a <- core.transformer.moe.deep_ep: fused_combine get_buffer
+    get_hidden_bytes
 core.transformer.moe.grouped_gemm_util <- core.compat.moe: assert_grouped_gemm_is_available
     grouped_gemm_is_available ops
 core.transformer.moe.moe_layer <- core.tensor_parallel.random: te_checkpoint=checkpoint
-core.transformer.moe.moe_utils <- core.compat.moe: MoEAuxLossAutoScaler RouterGatingLinearFunction
+core.transformer.moe.moe_utils <- core.aux_loss: MoEAuxLossAutoScaler
+core.transformer.moe.moe_utils <- core.compat.moe: RouterGatingLinearFunction
     apply_random_logits apply_router_token_dropping clear_aux_losses_tracker
     compute_routing_scores_for_aux_loss get_capacity get_moe_layer_wise_logging_tracker
     group_limited_topk permute reduce_aux_losses_tracker_across_ranks save_to_aux_losses_tracker
@@ -199,7 +201,7 @@ core.transformer.moe.moe_utils <- core.compat.moe: MoEAuxLossAutoScaler RouterGa
 core.transformer.moe.moe_utils <- core.parallel.default_groups:
     get_default_model_comm_pgs=default_groups get_default_pg_collection=default_groups
 core.transformer.moe.moe_utils <- core.transformer.moe.routing: sinkhorn
-core.transformer.moe.router <- core.compat.moe: MoEAuxLossAutoScaler
+core.transformer.moe.router <- core.aux_loss: MoEAuxLossAutoScaler
 core.transformer.moe.router <- core.transformer.moe.router: Router=TopKRouter
 core.transformer.moe.token_dispatcher <- core.transformer.moe.token_dispatcher:
     MoEAllGatherTokenDispatcher=AllGatherDispatcher MoEAlltoAllTokenDispatcher=AllToAllDispatcher

@@ -15,13 +15,11 @@ from typing import Tuple as Tuple  # noqa: UP035
 from typing import Union as Union
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-from megatron.core.aux_loss import AuxLosses
 from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.module_state import make_tp_sharded_tensor_for_checkpoint
@@ -216,79 +214,6 @@ def get_mtp_num_layers_to_build(config: TransformerConfig, vp_stage: int | None 
 
 
 # ---- multi-token prediction ----------------------------------------------------------------
-
-
-class MTPLossLoggingHelper:
-    """Collects the losses of multi-token prediction for the log.
-
-    ``tracker``: "values" [depths] and the groups over which they are reduced.
-    """
-
-    tracker: dict[str, Any] = {}  # noqa: RUF012  (projects assign to its items)
-
-    @staticmethod
-    def save_loss_to_tracker(
-        loss: Tensor,
-        layer_number: int | None,
-        num_layers: int,
-        reduce_group: ProcessGroup | None = None,
-        avg_group: ProcessGroup | None = None,
-    ) -> None:
-        """Add the loss of depth ``layer_number``, from 0."""
-        if layer_number is None:
-            return
-        tracker = MTPLossLoggingHelper.tracker
-        tracker.setdefault("values", torch.zeros(num_layers, device=loss.device))
-        tracker["values"][layer_number] += loss.detach()
-        tracker |= {"reduce_group": reduce_group, "avg_group": avg_group}
-
-    @staticmethod
-    def clean_loss_in_tracker() -> None:
-        """Set all losses to 0."""
-        MTPLossLoggingHelper.tracker["values"].zero_()
-        MTPLossLoggingHelper.tracker |= {"reduce_group": None, "avg_group": None}
-
-    @staticmethod
-    def reduce_loss_in_tracker() -> None:
-        """Sum over ``reduce_group``, average over ``avg_group``.  Collective over both."""
-        tracker = MTPLossLoggingHelper.tracker
-        if (values := tracker.get("values")) is None:
-            return
-        if (group := tracker.get("reduce_group")) is not None:
-            dist.all_reduce(values, group=group)
-        if (group := tracker.get("avg_group")) is not None:
-            dist.all_reduce(values, group=group)
-            values /= group.size()
-
-    @staticmethod
-    def track_mtp_metrics(
-        loss_scale: float,
-        iteration: int,
-        writer: Any,
-        wandb_writer: Any = None,
-        total_loss_dict: dict[str, Tensor] | None = None,
-    ) -> None:
-        """Log the losses since the last call, also from `GPTModel`, times ``loss_scale``."""
-        tracker = MTPLossLoggingHelper.tracker
-        for losses in [*AuxLosses.instances]:
-            if any(name.startswith("mtp_") for name in losses.values):
-                found = losses.take()
-                for depth, (total, count) in enumerate(found.values()):
-                    mean = total / count / loss_scale
-                    groups = tracker.get("reduce_group"), default_groups().dp_cp
-                    MTPLossLoggingHelper.save_loss_to_tracker(mean, depth, len(found), *groups)
-        MTPLossLoggingHelper.reduce_loss_in_tracker()
-        if "values" not in tracker:
-            return
-        for depth, loss in enumerate(tracker["values"] * loss_scale, start=1):
-            name = f"mtp_{depth} loss"
-            if total_loss_dict is not None:
-                total_loss_dict[name] = total_loss_dict.get(name, 0) + loss
-            if writer is not None:
-                writer.add_scalar(name, loss, iteration)
-            if wandb_writer is not None:
-                wandb_writer.log({name: loss}, iteration)
-        MTPLossLoggingHelper.clean_loss_in_tracker()
 
 
 def tie_word_embeddings_state_dict(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.compat import moe as moe_library
 from megatron.core.compat import transformer as library
 from megatron.core.config.errors import ConfigError
 from megatron.core.extensions import transformer_engine as te
@@ -144,7 +145,7 @@ def test_depths_run_one_after_the_other() -> None:
 
 
 def test_losses_of_depths_are_logged() -> None:
-    helper, seen = library.MTPLossLoggingHelper, {}
+    helper, seen = moe_library.MTPLossLoggingHelper, {}
     helper.tracker.clear()
     helper.save_loss_to_tracker(torch.tensor(3.0), None, 2)
     assert "values" not in helper.tracker

@@ -54,7 +54,7 @@ class DeepEPDispatcher(TokenDispatcher):
     def dispatch(
         self, x: Tensor, routing: RoutingResult, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
-        buffer = get_buffer(self.tp_ep, x.shape[1] * x.element_size(), self.num_sms)
+        buffer = get_buffer(self.tp_ep, get_hidden_bytes(x), self.num_sms)
         copies = self.expt_tp.size()
         # DeepEP assumes that a rank holds complete experts: with expert tensor parallelism, each
         # shard of an expert is an expert of its own to it.
@@ -72,7 +72,7 @@ class DeepEPDispatcher(TokenDispatcher):
         arrived = sorted_here(rows, RoutingResult(mine, weights, self.num_local), counts)
 
         def back(results: Tensor) -> Tensor:
-            return through(arrived.back(results), handled, combined, dispatched)
+            return through(arrived.back(results), handled, _combined, _dispatched)
 
         return DispatchedTokens(arrived.rows, arrived.weights, arrived.counts, back)
 
@@ -81,6 +81,11 @@ class DeepEPDispatcher(TokenDispatcher):
 # starts again in this process, drops them with its groups.
 _buffers: dict[ProcessGroup, tuple[int, Any]] = {}
 each_rank_owns(__name__, "_buffers")
+
+
+def get_hidden_bytes(x: Tensor) -> int:
+    """Return the bytes of a row that the buffer must hold, at least 2 per value."""
+    return x.shape[1] * max(x.element_size(), 2)
 
 
 def get_buffer(group: ProcessGroup, hidden_bytes: int, num_sms: int = 20) -> Any:
@@ -152,14 +157,26 @@ class _Dispatch(Function[tuple[Tensor, Tensor, Tensor]]):
         return grad, grad_weights, None, None, None, None
 
 
-def combined(results: Tensor, handled: _Handled) -> Tensor:
+def fused_combine(
+    x: Tensor,
+    group: ProcessGroup,
+    handle: Any,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+) -> tuple[Tensor, None]:
+    """Send results back to their tokens, and wait for them, as Megatron Core does.  Collective."""
+    handled = get_buffer(group, get_hidden_bytes(x)), handle
+    return through(x, handled, _combined, _dispatched), None
+
+
+def _combined(results: Tensor, handled: _Handled) -> Tensor:
     buffer, handle = handled
     results, _, event = buffer.combine(results.contiguous(), handle, async_finish=True)
     _wait(event)
     return results
 
 
-def dispatched(grad: Tensor, handled: _Handled) -> Tensor:
+def _dispatched(grad: Tensor, handled: _Handled) -> Tensor:
     buffer, handle = handled
     grad, *_, event = buffer.dispatch(grad.contiguous(), handle=handle, async_finish=True)
     _wait(event)

@@ -57,15 +57,13 @@ class TopKRouter(MegatronModule):
         self.groups = pg_collection
         self.num_experts = config.num_moe_experts
         self.is_sequence_sharded = config.sequence_parallel and pg_collection.tp.size() > 1
-        groups_per_token = config.moe_router_group_topk or 1
         self.rule = RoutingRule(
             k=config.moe_router_topk,
             score_function=config.moe_router_score_function,
             pre_softmax=config.moe_router_pre_softmax,
             num_groups=config.moe_router_num_groups or 1,
-            groups_per_token=groups_per_token,
-            scores_per_group=config.moe_router_group_score_topk
-            or config.moe_router_topk // groups_per_token,
+            groups_per_token=config.moe_router_group_topk or 1,
+            scores_per_group=config.moe_router_group_score_topk or 0,
             scaling_factor=config.moe_router_topk_scaling_factor,
         )
         shape = self.num_experts, config.hidden_size

@@ -74,9 +74,16 @@ class RoutingRule:
     pre_softmax: bool = False  # softmax over all experts, not over the chosen ones
     num_groups: int = 1  # groups of experts in group-limited routing
     groups_per_token: int = 1
-    scores_per_group: int = 1  # the best, which sum to the score of a group
+    scores_per_group: int = 0  # the best, which sum to the score of a group; 0: as many as chosen
     scaling_factor: float | None = None
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+
+    def __post_init__(self) -> None:
+        if self.score_function not in ("softmax", "sigmoid"):
+            message = f"Invalid score_function: {self.score_function}: use softmax or sigmoid"
+            raise ValueError(message)
+        chosen = self.k // self.groups_per_token
+        object.__setattr__(self, "scores_per_group", self.scores_per_group or chosen)
 
 
 def tally(numbers: Tensor, size: int, padding: Tensor | None = None) -> Tensor:
@@ -198,22 +205,22 @@ def sinkhorn(cost: Tensor, tol: float = 1e-4) -> Tensor:
 # -- capacity --------------------------------------------------------------------------------
 
 
-def fits(visits: Tensor, capacity: int, policy: str) -> Tensor:
+def fits(visits: Tensor, capacity: int, policy: str, *, fills: bool = False) -> Tensor:
     """Return which visits are not dropped: [n, E] bool, at most ``capacity`` per expert.
 
     ``visits`` [n, E]: the weight of each visit, -inf for experts that the token does not visit;
     tokens in an order that is the same in every layout.  Policy "probs" keeps the largest weights,
     "position" the first.  Weights are rounded to multiples of `_TIE` before they are compared:
-    equal tokens, such as padding, have weights whose last bits differ between layouts.
+    equal tokens, such as padding, have weights whose last bits differ between layouts.  If it
+    ``fills``, the first other tokens visit an expert that has room.
     """
     is_visit = visits > float("-inf")
-    if policy == "position":
+    if policy == "position" and not fills:
         return is_visit & (is_visit.cumsum(0) <= capacity)
-    kept = torch.zeros_like(is_visit)
-    ranks = torch.round(visits / _TIE)
+    ranks = is_visit.byte() if policy == "position" else torch.round(visits / _TIE)
     order = torch.sort(ranks, dim=0, descending=True, stable=True).indices[:capacity]
-    kept.scatter_(0, order, True)
-    return kept & is_visit
+    kept = torch.zeros_like(is_visit).scatter_(0, order, True)
+    return kept if fills else kept & is_visit
 
 
 def dense_visits(routing: RoutingResult) -> Tensor:
