@@ -6,7 +6,6 @@ A strategy says which format `save` writes; how ranks share the work is decided 
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError, ConfigError
@@ -24,12 +23,11 @@ from megatron.core.dist_checkpointing.async_requests import AsyncCallsQueue, Asy
 from megatron.core.dist_checkpointing.manifest import FORMAT
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
-    ShardedBase,
-    ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
     leaves,
 )
+from megatron.core.process_memory import resident_and_peak
 
 async_calls = AsyncCallsQueue()
 NO_RESULTS = None  # Megatron Core's queue between the processes of a save
@@ -38,87 +36,34 @@ NO_RESULTS = None  # Megatron Core's queue between the processes of a save
 
 
 class SaveShardedStrategy:
-    """Selects the format of a save: ``torch_dist``, or our own."""
+    """Selects the format that `dist_checkpointing.save` writes: ``torch_dist``, or our own."""
 
-    def __init__(self, backend: str, version: int = 1) -> None:
-        self.backend, self.version = backend, version
+    def __init__(self, backend: str = "torch_dist", version: int = 1) -> None:
+        self.backend = backend
+        self.version = version
         serialization.format_name(self)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Whether files of the format have `ShardedObject` entries too: always."""
-        return True
-
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Save a complete checkpoint.  Collective."""
-        serialization.save(sharded_state_dict, checkpoint_dir, self)
-
-    def async_save(
-        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
-    ) -> AsyncRequest:
-        """Return a request that saves a complete checkpoint.  Collective."""
-        request = serialization.save(
-            sharded_state_dict, checkpoint_dir, self, async_sharded_save=True
-        )
-        assert request is not None
-        return request
 
 
 class TorchDistSaveShardedStrategy(SaveShardedStrategy):
-    """Selects torch_dist.  Options of Megatron Core's writer have no effect."""
+    """The same.  Options of Megatron Core's writer have no effect."""
 
     def __init__(
         self,
-        backend: str,
-        version: int,
+        backend: str = "torch_dist",
+        version: int = 1,
         keep_only_main_replica: bool = True,
         thread_count: int = 2,
         cached_metadata: bool = False,
         separation_hint: str | None = None,
     ) -> None:
-        del keep_only_main_replica, thread_count, separation_hint
+        del keep_only_main_replica, thread_count, cached_metadata, separation_hint
         super().__init__(backend, version)
-        self.use_cached_ckpt_structure = cached_metadata
-        self.cached_global_metadata: object = None
 
 
 class LoadShardedStrategy:
-    """Loads any format: the folder tells which it has."""
+    """Makes `dist_checkpointing.load` read any format: the folder tells which it has."""
 
     backend = FORMAT
-    cached_global_metadata: object = None
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Whether files of the format have `ShardedObject` entries too: always."""
-        return True
-
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
-        """Load the requested entries and the common values.  Collective."""
-        state = serialization.load(sharded_state_dict, checkpoint_dir, self)
-        assert isinstance(state, dict)
-        return state
-
-    def load_tensors_metadata(
-        self, checkpoint_dir: str | Path, metadata: object = None
-    ) -> ShardedStateDict:
-        """Return `load_tensors_metadata`; ``metadata`` has no effect."""
-        del metadata
-        return serialization.load_tensors_metadata(checkpoint_dir)
-
-    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Return `load_sharded_metadata`."""
-        return serialization.load_sharded_metadata(checkpoint_dir)
-
-    def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
-        """Raise CheckpointError: see `remove_sharded_tensors`."""
-        remove_sharded_tensors(checkpoint_dir, key_prefix)
-
-    def check_backend_compatibility(self, loaded_version: object) -> None:
-        """Do nothing: every format is read."""
-
-    def check_version_compatibility(self, loaded_version: object) -> None:
-        """Do nothing: a reader refuses a version that it does not know."""
 
 
 class TorchDistLoadShardedStrategy(LoadShardedStrategy):
@@ -134,9 +79,8 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
         parallelization_group: ProcessGroup | None = None,
         do_cache_distribution: bool = False,
     ) -> None:
+        del parallelization_group, do_cache_distribution
         super().__init__(strategy.backend, strategy.version)
-        self.base_strategy, self.parallelization_group = strategy, parallelization_group
-        self.do_cache_distribution = do_cache_distribution
 
 
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
@@ -149,8 +93,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
     ) -> None:
-        self.base_strategy, self.parallelization_group = strategy, parallelization_group
-        self.do_cache_distribution, self.exchange_algo = do_cache_distribution, exchange_algo
+        del strategy, parallelization_group, do_cache_distribution, exchange_algo
 
 
 def get_default_save_sharded_strategy(
@@ -182,14 +125,6 @@ def get_async_strategy(async_strategy: str = "mcore", module: str | None = None)
     """Return the queue and the request of asynchronous saves; there is one implementation."""
     names = {"AsyncCallsQueue": AsyncCallsQueue, "AsyncRequest": AsyncRequest}
     return async_strategy, names if module is None else names[module]
-
-
-def remove_sharded_tensors(checkpoint_dir: str, key_prefix: str) -> None:
-    """Raise CheckpointError: files of a checkpoint do not change after it is complete."""
-    raise CheckpointError(
-        f"{checkpoint_dir}: tensors {key_prefix}* are not removed from a complete checkpoint: load "
-        "the others and save them"
-    )
 
 
 class TensorStoreLoadShardedStrategy:
@@ -225,8 +160,7 @@ def disable_gc() -> Iterator[None]:
 
 def process_memory() -> int:
     """Return the bytes of host memory that this process uses."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return resident_and_peak()[0]
 
 
 def clean_metadata_for_serialization(metadata: StateDict) -> StateDict:
@@ -319,35 +253,3 @@ def diff(
 
 def _fields(entry: ShardedTensor) -> dict[str, Any]:
     return {"data": entry.data, "description": repr(entry.without_data())}
-
-
-def extract_sharded_base(state: ShardedStateDict) -> tuple[Nested, Nested]:
-    """Divide a state dict into sharded entries and other values."""
-    return extract_matching_values(state, lambda value: isinstance(value, ShardedBase), True)
-
-
-def extract_sharded_tensors(state: ShardedStateDict) -> tuple[Nested, Nested]:
-    """Divide a state dict into `ShardedTensor` entries and other values."""
-    return extract_matching_values(state, lambda value: isinstance(value, ShardedTensor))
-
-
-# ---- small functions of megatron.core.transformer.utils ------------------------------------
-
-
-def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
-    """Set the scores of masked keys to -10000, in place."""
-    return attention_scores.masked_fill_(attention_mask, -10000.0)
-
-
-def get_linear_layer(
-    rows: int,
-    columns: int,
-    init_method: Callable[[Tensor], object],
-    perform_initialization: bool = True,
-) -> nn.Linear:
-    """Return a linear layer from ``rows`` to ``columns`` values, with a bias of zeros."""
-    layer = nn.Linear(rows, columns)
-    if perform_initialization:
-        init_method(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer

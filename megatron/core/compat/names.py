@@ -22,7 +22,6 @@ core.quantization.quant_config <- core.compat.config: GlobMatcher Matcher MatchC
 core.quantization.utils <- core.compat.config: get_quant_config_or_none load_quantization_recipe
     kitchen_quantization_recipe_config
 # -- Checkpoints
-core.dist_checkpointing <- core.compat.checkpoint: remove_sharded_tensors
 core.dist_checkpointing <- core.dist_checkpointing.serialization: load_plain_tensors
     load_tensors_metadata load_sharded_metadata check_is_distributed_checkpoint
 core.dist_checkpointing.core <- core.config.errors: CheckpointingException=CheckpointError
@@ -31,7 +30,7 @@ core.dist_checkpointing.core <- core.dist_checkpointing.serialization:
 core.dist_checkpointing.dict_utils <- core.compat.checkpoint: dict_list_map_inplace
     dict_list_map_outplace diff extract_matching_values nested_values
 core.dist_checkpointing.serialization <- core.compat.checkpoint: get_default_load_sharded_strategy
-    get_default_save_sharded_strategy remove_sharded_tensors
+    get_default_save_sharded_strategy
 core.dist_checkpointing.serialization <- core.dist_checkpointing.mapping: CommonStateDict
 core.dist_checkpointing.serialization <- core.config.errors: CheckpointingException=CheckpointError
 core.dist_checkpointing.strategies.async_utils <- core.compat.checkpoint: _disable_gc=disable_gc
@@ -50,10 +49,8 @@ core.dist_checkpointing.strategies.tensorstore <- core.compat.checkpoint:
 core.dist_checkpointing.strategies.torch <- core.compat.checkpoint: TorchDistLoadShardedStrategy
     TorchDistSaveShardedStrategy get_async_strategy
 core.dist_checkpointing.validation <- core.compat.checkpoint: verify_checkpoint_and_load_strategy
-core.dist_checkpointing.tensor_aware_state_dict <- core.compat.checkpoint: MCoreTensorAwareStateDict
 core.dist_checkpointing.utils <- core.compat.checkpoint:
-    _clean_metadata_for_serialization=clean_metadata_for_serialization extract_sharded_base
-    extract_sharded_tensors
+    _clean_metadata_for_serialization=clean_metadata_for_serialization
 core.dist_checkpointing.utils <- core.dist_checkpointing.mapping: add_prefix_for_sharding
     apply_prefix_mapping replace_prefix_for_sharding
 core.transformer.utils <- core.dist_checkpointing.module_state:
@@ -61,7 +58,7 @@ core.transformer.utils <- core.dist_checkpointing.module_state:
     make_sharded_object_for_checkpoint make_sharded_tensors_for_checkpoint
     sharded_state_dict_default
 core.transformer.utils <- core.activations: openai_gelu
-core.transformer.utils <- core.compat.checkpoint: attention_mask_func get_linear_layer
+core.transformer.utils <- core.compat.models: attention_mask_func get_linear_layer
 # -- Training, optimizers and data parallelism
 core.distributed <- core.compat.distributed: TorchFullyShardedDataParallel
 core.distributed.finalize_model_grads <- core.compat.distributed: _flatten_dense_tensors

@@ -39,17 +39,21 @@ class AsyncRequest(NamedTuple):
             raise RuntimeError("Cannot add finalization functions to a frozen AsyncRequest")
         self.finalize_fns.append(fn)
 
+    def preloaded(self) -> AsyncRequest:
+        """Return the request with the result of ``preload_fn``, which is called now."""
+        if self.preload_fn is None or self.async_fn is None:
+            return self
+        first, _, *others = self.async_fn_args
+        return self._replace(async_fn_args=(first, self.preload_fn(), *others), preload_fn=None)
+
     def run(self) -> None:
         """Do the work of this rank.  Not collective."""
         if self.async_fn is not None:
-            args = list(self.async_fn_args)
-            if self.preload_fn is not None:
-                args[1] = self.preload_fn()
-            self.async_fn(*args, **self.async_fn_kwargs)
+            self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
 
     def execute_sync(self) -> None:
         """Do all of it now.  Collective."""
-        self.run()
+        self.preloaded().run()
         if dist.is_initialized():
             wait_for_ranks()
         for call in self.finalize_fns:
@@ -72,11 +76,7 @@ class AsyncCallsQueue:
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Start the request; return its number, counted from 0."""
         self.call_idx += 1
-        request = async_request.freeze()._replace(call_idx=self.call_idx)
-        if request.preload_fn is not None and request.async_fn is not None:
-            args = list(request.async_fn_args)
-            args[1] = request.preload_fn()
-            request = request._replace(async_fn_args=tuple(args), preload_fn=None)
+        request = async_request.freeze().preloaded()
         self._active.append((self.call_idx, request, self._threads.submit(request.run)))
         return self.call_idx
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -165,38 +164,6 @@ class ShardedTensor(ShardedBase):
         """Create ``data`` if there is none."""
         if self.data is None:
             self.data = init_fn(self._data_shape(), dtype=self.dtype, device=device)
-
-    def global_slice(self) -> tuple[int | slice, ...]:
-        """Return the index of the box in the global tensor: an int for each prepended axis."""
-        lead = self.prepend_axis_num
-        own = zip(self.global_offset[lead:], self.local_shape, strict=True)
-        return (*self.global_offset[:lead], *(slice(at, at + n) for at, n in own))
-
-    def local_coordinates(self) -> tuple[np.ndarray, ...]:
-        """Return the coordinates in the box of each element of a flattened range."""
-        if self.flattened_range is None:
-            raise CheckpointError(f"{self.key}: coordinates are those of a flattened_range")
-        elements = np.arange(prod(self.local_shape))[self.flattened_range]
-        return tuple(np.unravel_index(elements, self.local_shape))
-
-    def global_coordinates(self) -> tuple[np.ndarray, ...]:
-        """Return the coordinates in the global tensor of each element of a flattened range."""
-        local = self.local_coordinates()
-        lead = [np.zeros_like(local[0])] * self.prepend_axis_num
-        pairs = zip((*lead, *local), self.global_offset, strict=True)
-        return tuple(own + at for own, at in pairs)
-
-    def local_chunk_offset_in_global(self) -> Shape:
-        """Return the index of the box in the grid of all boxes."""
-        local = (1,) * self.prepend_axis_num + tuple(self.local_shape)
-        return tuple(at // n for at, n in zip(self.global_offset, local, strict=True))
-
-    def max_allowed_chunks(self) -> Shape:
-        """Return the size of a box along each axis.  Raises CheckpointError if they differ."""
-        pairs = list(zip(self.global_shape, self.axis_fragmentations or (), strict=True))
-        if not self.allow_shape_mismatch and any(size % count for size, count in pairs):
-            raise CheckpointError(f"{self.key}: its axes do not split evenly: {self}")
-        return tuple(size // count for size, count in pairs)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """Return rows ``start`` to ``start + length`` along ``dim`` of each rank's box.

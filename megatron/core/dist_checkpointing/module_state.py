@@ -104,21 +104,15 @@ def make_sharded_tensors_for_checkpoint(
     others their record says it.
     """
     axes = tensor_parallel_layers_axis_map or {}
-    groups = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
+    groups: dict[str, Any] = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
     entries: ShardedStateDict = {}
     for name, value in state_dict.items():
         key = prefix + name
         if name.endswith(extra_state_suffix):
-            entries[key] = make_sharded_object_for_checkpoint(value, key, sharded_offsets)
+            entries[key] = make_sharded_object_for_checkpoint(value, key, sharded_offsets, **groups)
         elif name in axes:
             entries[key] = make_tp_sharded_tensor_for_checkpoint(
-                value,
-                key,
-                axes[name],
-                None,
-                sharded_offsets,
-                tp_group=tp_group,
-                dp_cp_group=dp_cp_group,
+                value, key, axes[name], None, sharded_offsets, **groups
             )
         else:
             entries[key] = _entry(value, key, sharded_offsets, groups)
@@ -131,18 +125,17 @@ def make_tp_sharded_tensor_for_checkpoint(
     tp_axis: int = 0,
     replica_id: ReplicaId | None = None,
     prepend_offsets: Offsets = (),
-    *,
-    tp_group: ProcessGroup | None = None,
-    dp_cp_group: ProcessGroup | None = None,
     **kwargs: Any,
 ) -> ShardedTensor:
-    """Return the entry of a tensor that tensor parallelism shards along ``tp_axis``."""
-    group = tp_group or default_groups().tp
+    """Return the entry of a tensor that tensor parallelism shards along ``tp_axis``.
+
+    ``kwargs``: the groups, ``tp_group`` and ``dp_cp_group``, and fields of the entry.
+    """
+    group = kwargs.get("tp_group") or default_groups().tp
     info = replace(
         info_of(tensor), shard_dim=tp_axis, shard_index=group.rank(), shard_count=group.size()
     )
-    replica_id = replica_id or _replica_id(info, {"dp_cp_group": dp_cp_group})
-    return _sharded_tensor(tensor, key, info, replica_id, prepend_offsets, **kwargs)
+    return _sharded_tensor(tensor, key, info, prepend_offsets, replica_id, **kwargs)
 
 
 def make_sharded_tensor_for_checkpoint(
@@ -150,16 +143,14 @@ def make_sharded_tensor_for_checkpoint(
     key: str,
     prepend_offsets: Offsets = (),
     replica_id: ReplicaId | None = None,
-    *,
-    tp_group: ProcessGroup | None = None,
-    dp_cp_group: ProcessGroup | None = None,
     **kwargs: Any,
 ) -> ShardedTensor:
-    """Return the entry of a tensor that every tensor-parallel rank holds completely."""
+    """Return the entry of a tensor that every tensor-parallel rank holds completely.
+
+    ``kwargs``: the groups, ``tp_group`` and ``dp_cp_group``, and fields of the entry.
+    """
     info = replace(info_of(tensor), shard_dim=None)
-    metadata = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
-    replica_id = replica_id or _replica_id(info, metadata)
-    return _sharded_tensor(tensor, key, info, replica_id, prepend_offsets, **kwargs)
+    return _sharded_tensor(tensor, key, info, prepend_offsets, replica_id, **kwargs)
 
 
 def make_sharded_object_for_checkpoint(
@@ -167,13 +158,11 @@ def make_sharded_object_for_checkpoint(
     key: str,
     sharded_offsets: Offsets = (),
     replica_id: ReplicaId | None = None,
-    *,
-    tp_group: ProcessGroup | None = None,
-    dp_cp_group: ProcessGroup | None = None,
+    **groups: Any,
 ) -> ShardedObject:
     """Return the entry of an object that is the same on all ranks but for ``sharded_offsets``."""
-    metadata = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
-    replica_id = replica_id or _replica_id(ParamInfo(global_shape=()), metadata)
+    if replica_id is None:
+        replica_id = _replica_id(ParamInfo(global_shape=()), groups)
     return ShardedObject(key, obj, *extra_state_offsets(sharded_offsets), replica_id)
 
 
@@ -211,10 +200,9 @@ def _entry(value: Any, key: str, offsets: Offsets, metadata: Metadata) -> Sharde
     """Return the entry of a tensor as its record describes it, or of an extra state."""
     metadata = metadata or {}
     if not isinstance(value, Tensor) or key.endswith("_extra_state"):
-        replica_id = _replica_id(ParamInfo(global_shape=()), metadata)
-        return ShardedObject(key, value, *extra_state_offsets(offsets), replica_id)
+        return make_sharded_object_for_checkpoint(value, key, offsets, **metadata)
     info = info_of(value)
-    tensor = _sharded_tensor(value, key, info, _replica_id(info, metadata), offsets)
+    tensor = _sharded_tensor(value, key, info, offsets, _replica_id(info, metadata))
     if info.blocks == (1, 1):
         return apply_swiglu_sharded_factory(
             tensor, offsets, bool(metadata.get("singleton_local_shards"))
@@ -242,26 +230,29 @@ def _sharded_tensor(
     tensor: Tensor,
     key: str,
     info: ParamInfo,
-    replica_id: ReplicaId,
     offsets: Offsets,
-    **options: Any,
+    replica_id: ReplicaId | None,
+    tp_group: ProcessGroup | None = None,
+    dp_cp_group: ProcessGroup | None = None,
+    **fields: Any,
 ) -> ShardedTensor:
-    lead = [*offsets]
+    lead = tuple(offsets)
+    places = lead
     if info.shard_dim is not None:
-        places = [*lead, (len(lead) + info.shard_dim, info.shard_index, info.shard_count)]
-    else:
-        places = lead
-    options = {
+        places = (*lead, (len(lead) + info.shard_dim, info.shard_index, info.shard_count))
+    if replica_id is None:
+        replica_id = _replica_id(info, {"tp_group": tp_group, "dp_cp_group": dp_cp_group})
+    fields = {
         "replica_id": replica_id,
         "prepend_axis_num": len(lead),
         "allow_shape_mismatch": is_vocabulary(key),
-        **options,
+        **fields,
     }
     part = info.part
     if part is None:
-        return ShardedTensor.from_rank_offsets(key, tensor, *places, **options)
+        return ShardedTensor.from_rank_offsets(key, tensor, *places, **fields)
     flat = local_part(tensor).reshape(-1)
     elements = slice(part.start, part.start + flat.numel())
     return ShardedTensor.from_rank_offsets_flat(
-        key, flat, part.shape, *places, flattened_range=elements, **options
+        key, flat, part.shape, *places, flattened_range=elements, **fields
     )
