@@ -7,12 +7,15 @@ MAX_JOBS limits them.
 
 import contextlib
 import os
+import shutil
 import sys
 import time
+from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import BaseError, CCompilerError, CompileError
 
 _SETS = ("plain", "avx2", "avx512", "avx512_bf16")  # of instructions, a file each
@@ -58,9 +61,23 @@ class _Build(build_ext):
         _say(f"compiled {ext.name} in {time.monotonic() - began_s:.0f} s")
 
 
+class _Programs(build_py):
+    """Also puts the programs of the checkout into the wheel, for `megatron_commands`."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:  # they are found in the checkout
+            return
+        target = Path(self.build_lib, "megatron", "programs")
+        tools = [p for p in Path("tools").rglob("*.py") if "dev" not in p.parts]
+        for source in [*Path().glob("pretrain_*.py"), Path("train_rl.py"), *tools]:
+            (target / source).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target / source)
+
+
 ParallelCompile("MAX_JOBS").install()
 setup(
-    cmdclass={"build_ext": _Build},
+    cmdclass={"build_ext": _Build, "build_py": _Programs},
     ext_modules=[
         Pybind11Extension(
             "megatron.core.datasets.helpers_cpp",

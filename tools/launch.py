@@ -1,6 +1,7 @@
 """Start a training script on several ranks, as torchrun does, and restart it after failures.
 
     tools/launch.py --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 2 ...
+    tools/launch.py --nproc-per-node 8 gpt --tensor-model-parallel-size 2 ...
 
 Takes all flags of torchrun; docs/fault_tolerance.md describes the others.
 """
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or 
 from megatron.core.config.errors import MegatronError
 from megatron.training.fault_tolerance.launch_flags import Launch, parse, value_of
 from megatron.training.fault_tolerance.supervisor import Supervisor
+from megatron_commands import command_line
 
 _CHECK_NODE = str(Path(__file__).resolve().parent / "check_node.py")
 _UNHEALTHY = 1
@@ -27,7 +29,7 @@ _FAULTS = "FAULTS"  # injected faults: those of the ranks are not for --check-on
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until the run ends; return its exit status."""
     try:
-        launch = parse(sys.argv[1:] if argv is None else argv)
+        launch = parse(sys.argv[1:] if argv is None else argv, command_line)
     except MegatronError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

@@ -25,6 +25,7 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
+import megatron_commands as commands
 from megatron.core.config.errors import ConfigError
 from megatron.post_training.rl.environment import open_environments
 from megatron.training.arguments.parser import parse_args
@@ -87,9 +88,19 @@ def test_every_block_names_its_language_unless_it_has_commands(page: Path) -> No
     "page", [page for page in PAGES if commands_of(page)], ids=lambda page: page.name
 )
 def test_programs_take_the_command_lines(page: Path) -> None:
-    commands = [[as_run(word) for word in words] for words in commands_of(page)]
-    (problems,) = run_ranks(problems_of, 1, commands)
+    lines = [[as_run(word) for word in words] for words in commands_of(page)]
+    (problems,) = run_ranks(problems_of, 1, lines)
     assert not problems, "\n".join(problems)
+
+
+def of_checkout(words: list[str]) -> list[str]:
+    """Return the command line with the program that a console command starts."""
+    command, *rest = words
+    if command == "megatron-train":
+        words = commands.command_line(rest)
+    elif command in commands.TOOLS:
+        words = [commands.TOOLS[command], *rest]
+    return [word.removeprefix(f"{ROOT}/") for word in words]
 
 
 def as_run(word: str) -> str:
@@ -97,12 +108,13 @@ def as_run(word: str) -> str:
     return PLACEHOLDERS.get(word, word).replace("$MEGATRON/", "")
 
 
-def problems_of(rank: int, world_size: int, commands: list[list[str]]) -> list[str]:
+def problems_of(rank: int, world_size: int, lines: list[list[str]]) -> list[str]:
     """Return a message for each command line that its program does not take."""
-    return [problem for words in commands for problem in _problems([w for w in words if w])]
+    return [problem for words in lines for problem in _problems([w for w in words if w])]
 
 
 def _problems(words: list[str]) -> list[str]:
+    words = of_checkout(words)
     if words[0] in OF_OTHERS:
         return []
     if words[0] == "make":

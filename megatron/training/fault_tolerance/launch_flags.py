@@ -14,7 +14,7 @@ import re
 import socket
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -94,9 +94,17 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def parse(argv: Sequence[str]) -> Launch:
-    """Return the parsed command line.  Raises ConfigError that lists every problem."""
+def parse(
+    argv: Sequence[str], named_script: Callable[[Sequence[str]], Sequence[str]] = list
+) -> Launch:
+    """Return the parsed command line.  Raises ConfigError that lists every problem.
+
+    ``named_script`` returns the script, with its arguments, for one that a name stands for.
+    """
     given = vars(parser().parse_args(argv))
+    if not (given["module"] or given["no_python"]):
+        words = given["training_script"], *given["training_script_args"]
+        given["training_script"], *given["training_script_args"] = named_script(words)
     ConfigError.raise_for(_problems(given))
     given |= _rendezvous(given)
     if given["shutdown_timeout"] is None:
