@@ -105,29 +105,34 @@ core.models.hybrid.hybrid_block <- core.ssm.mamba_block: HybridStack=MambaStack
 core.models.hybrid.hybrid_layer_specs <- core.models.mamba.mamba_layer_specs:
     hybrid_stack_spec=mamba_stack_spec
 core.models.hybrid.hybrid_model <- core.compat.models: HybridModel
+core.models.multimodal.llava_spec <- core.models.gpt.gpt_layer_specs:
+    decoder_model_with_local_default_spec=get_gpt_layer_local_spec
+    decoder_model_with_transformer_engine_default_spec=get_gpt_layer_with_transformer_engine_spec
 legacy.model.enums <- core.enums: AttnMaskType AttnType LayerType
 legacy.model.fused_bias_gelu <- core.fusions.fused_bias_gelu: bias_gelu_impl
 legacy.model.fused_softmax <- core.fusions.fused_softmax: FusedScaleMaskSoftmax
 legacy.model.module <- core.transformer.module: MegatronModule
 legacy.model.utils <- core.activations: openai_gelu
-legacy.model.utils <- core.compat.models: attention_mask_func erf_gelu get_linear_layer get_norm
+legacy.model.utils <- core.compat.checkpoint: attention_mask_func get_linear_layer
+legacy.model.utils <- core.compat.models: erf_gelu get_norm
 legacy.model.utils <- core.utils: init_method_normal scaled_init_method_normal
 # -- Transformer layers
 core.extensions.transformer_engine <- core.compat.transformer: get_cpu_offload_context te_checkpoint
-    Fp8Padding Fp8Unpadding HAVE_TE TEFusedMLP _get_extra_te_kwargs fused_apply_rotary_pos_emb
-    fused_apply_rotary_pos_emb_thd set_save_original_input te_general_gemm
+    Fp8Padding Fp8Unpadding HAVE_TE TEFusedMLP _get_extra_te_kwargs set_save_original_input
+    te_general_gemm
+core.extensions.transformer_engine <- core.models.common.embeddings.rope_utils:
+    fused_apply_rotary_pos_emb fused_apply_rotary_pos_emb_thd
 core.extensions.transformer_engine <- core.transformer.moe.experts: TEGroupedLinear
     TEColumnParallelGroupedLinear TERowParallelGroupedLinear
 core.extensions.transformer_engine <- core.tensor_parallel.random:
     TECudaRNGStatesTracker=RNGStatesTracker
-core.extensions.transformer_engine_spec_provider <- core.compat.transformer: TESpecProvider
-core.models.backends <- core.compat.transformer: BackendSpecProvider LocalSpecProvider
-    TESpecProvider
-core.models.gpt.gpt_layer_specs <- core.compat.transformer: _get_mlp_module_spec=get_mlp_module_spec
-    get_mlp_module_spec get_mlp_module_spec_for_backend get_gpt_mtp_block_spec_for_backend
+core.extensions.transformer_engine_spec_provider <- core.models.backends: TESpecProvider
+core.models.gpt.gpt_layer_specs <- core.models.gpt.gpt_layer_specs:
+    _get_mlp_module_spec=get_mlp_module_spec
 core.models.gpt.gpt_model <- core.enums: ModelType
-core.models.gpt.moe_module_specs <- core.compat.transformer: get_moe_module_spec
-    get_moe_module_spec_for_backend
+core.models.gpt.moe_module_specs <- core.models.gpt.gpt_layer_specs:
+    get_moe_module_spec=get_mlp_module_spec
+    get_moe_module_spec_for_backend=get_mlp_module_spec_for_backend
 core.models.gpt.moe_module_specs <- core.transformer.mlp: MLPSubmodules
 core.transformer <- core.transformer.transformer_config: MLATransformerConfig
 core.transformer <- core.transformer.transformer_layer: TransformerLayerSubmodules
@@ -150,8 +155,9 @@ core.transformer.multi_latent_attention <- core.utils: deprecate_inference_param
 core.transformer.multi_token_prediction <- core.aux_loss: MTPLossAutoScaler=MoEAuxLossAutoScaler
 core.transformer.multi_token_prediction <- core.compat.moe: MTPLossLoggingHelper
 core.transformer.multi_token_prediction <- core.compat.transformer: get_mtp_layer_offset
-    get_mtp_layer_spec get_mtp_layer_spec_for_backend get_mtp_num_layers_to_build
-    tie_output_layer_state_dict tie_word_embeddings_state_dict
+    get_mtp_num_layers_to_build tie_output_layer_state_dict tie_word_embeddings_state_dict
+core.transformer.multi_token_prediction <- core.models.gpt.gpt_layer_specs: get_mtp_layer_spec
+    get_mtp_layer_spec_for_backend
 core.transformer.torch_layer_norm <- core.transformer.norms: WrappedTorchLayerNorm=WrappedTorchNorm
 core.transformer.enums <- core.enums: AttnBackend AttnMaskType AttnType LayerType ModelType
 core.transformer.torch_norm <- core.transformer.norms: L2Norm WrappedTorchNorm

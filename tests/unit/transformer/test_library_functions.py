@@ -14,16 +14,27 @@ from megatron.core.compat import moe as moe_library
 from megatron.core.compat import transformer as library
 from megatron.core.config.errors import ConfigError
 from megatron.core.extensions import transformer_engine as te
+from megatron.core.models.backends import LocalSpecProvider, TESpecProvider
+from megatron.core.models.common.embeddings.rope_utils import (
+    fused_apply_rotary_pos_emb,
+    fused_apply_rotary_pos_emb_thd,
+)
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_mlp_module_spec_for_backend,
+    get_mtp_layer_spec,
+    get_mtp_layer_spec_for_backend,
 )
 from megatron.core.transformer.layer_layout import (
     get_num_layers_to_build,
     get_transformer_layer_offset,
 )
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+)
 from megatron.core.transformer.norms import L2Norm
 from megatron.core.transformer.rope import RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -97,16 +108,14 @@ def test_a_layer_of_a_later_stage_counts_over_the_model() -> None:
 
 def test_providers_choose_the_classes_of_the_specs() -> None:
     for provider, make in (
-        (library.TESpecProvider(), get_gpt_layer_with_transformer_engine_spec),
-        (library.LocalSpecProvider(), get_gpt_layer_local_spec),
+        (TESpecProvider(), get_gpt_layer_with_transformer_engine_spec),
+        (LocalSpecProvider(), get_gpt_layer_local_spec),
     ):
-        dense, sparse = (
-            library.get_mlp_module_spec_for_backend(provider, n, True) for n in (None, 4)
-        )
+        dense, sparse = (get_mlp_module_spec_for_backend(provider, n, True) for n in (None, 4))
         assert make().submodules.mlp == dense
-        if isinstance(provider, library.TESpecProvider):
+        if isinstance(provider, TESpecProvider):
             assert make(4, True).submodules.mlp == sparse
-        ahead = library.get_mtp_layer_spec_for_backend(make(), provider)
+        ahead = get_mtp_layer_spec_for_backend(make(), provider)
         assert ahead.submodules.eh_proj is provider.column_parallel_linear()
 
 
@@ -124,8 +133,8 @@ def test_an_mlp_weighs_tokens() -> None:
 
 def test_depths_run_one_after_the_other() -> None:
     config = tiny_config(mtp_num_layers=2, num_layers=1, params_dtype=torch.float64)
-    layer = library.get_mtp_layer_spec(get_gpt_layer_with_transformer_engine_spec(), True)
-    spec = library.MultiTokenPredictionBlockSubmodules([layer] * 2)
+    layer = get_mtp_layer_spec(get_gpt_layer_with_transformer_engine_spec(), True)
+    spec = MultiTokenPredictionBlockSubmodules([layer] * 2)
     block = MultiTokenPredictionBlock(config, spec)
     for param in block.parameters():
         torch.nn.init.normal_(param, std=0.3)
@@ -169,10 +178,10 @@ def test_functions_of_the_engine_are_formulas() -> None:
     first, second = heads.chunk(2, -1)
     want = heads * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
     close = tolerances.of(torch.float32)
-    torch.testing.assert_close(library.fused_apply_rotary_pos_emb(heads, angles), want, **close)
+    torch.testing.assert_close(fused_apply_rotary_pos_emb(heads, angles), want, **close)
     ends = torch.tensor([0, 2, 5])
-    found = library.fused_apply_rotary_pos_emb_thd(heads[:, 0], ends, angles)
-    parts = [library.fused_apply_rotary_pos_emb(h, angles)[:, 0] for h in heads.split([2, 3])]
+    found = fused_apply_rotary_pos_emb_thd(heads[:, 0], ends, angles)
+    parts = [fused_apply_rotary_pos_emb(h, angles)[:, 0] for h in heads.split([2, 3])]
     torch.testing.assert_close(found, torch.cat(parts))
     torch.testing.assert_close(
         L2Norm(hidden_size=8)(heads), heads / (heads.square().mean(-1, True) + 1e-6).sqrt()

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
     LOCAL,
-    LayerParts,
     layer_of,
     transformer_engine_parts,
 )
@@ -48,25 +48,26 @@ def get_t5_decoder_with_transformer_engine_block_spec(
     return _decoder(transformer_engine_parts(config), num_layers)
 
 
-def _encoder(parts: LayerParts, num_layers: int) -> TransformerBlockSubmodules:
-    layer = _layer(parts, AttnMaskType.padding)
-    return TransformerBlockSubmodules([layer] * num_layers, parts.norm)
+def _encoder(backend: BackendSpecProvider, num_layers: int) -> TransformerBlockSubmodules:
+    layer = _layer(backend, AttnMaskType.padding)
+    return TransformerBlockSubmodules([layer] * num_layers, backend.layer_norm())
 
 
-def _decoder(parts: LayerParts, num_layers: int) -> TransformerBlockSubmodules:
-    layer = _layer(parts, AttnMaskType.causal)
-    layer.submodules.pre_cross_attn_layernorm = parts.norm
+def _decoder(backend: BackendSpecProvider, num_layers: int) -> TransformerBlockSubmodules:
+    layer = _layer(backend, AttnMaskType.causal)
+    column, row = backend.column_parallel_linear(), backend.row_parallel_linear()
+    layer.submodules.pre_cross_attn_layernorm = backend.layer_norm()
     layer.submodules.cross_attention = ModuleSpec(
         CrossAttention,
         {"attn_mask_type": AttnMaskType.padding},
-        CrossAttentionSubmodules(parts.column, parts.column, parts.core_attention, parts.row),
+        CrossAttentionSubmodules(column, column, backend.core_attention(), row),
     )
     layer.submodules.cross_attn_bda = get_bias_dropout_add
-    return TransformerBlockSubmodules([layer] * num_layers, parts.norm)
+    return TransformerBlockSubmodules([layer] * num_layers, backend.layer_norm())
 
 
-def _layer(parts: LayerParts, mask: AttnMaskType) -> ModuleSpec:
+def _layer(backend: BackendSpecProvider, mask: AttnMaskType) -> ModuleSpec:
     """Return a GPT layer with the norms as modules of their own."""
-    layer = layer_of(replace(parts, column_behind_norm=None), config=None)
+    layer = layer_of(replace(backend, column_behind_norm=None), config=None)
     layer.submodules.self_attention.params["attn_mask_type"] = mask
     return layer

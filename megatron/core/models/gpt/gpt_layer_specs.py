@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,34 +13,19 @@ from megatron.core.config import flag_messages
 from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.core.enums import AttnMaskType
 from megatron.core.extensions.transformer_engine import (
-    TEColumnParallelLinear,
     TEDotProductAttention,
-    TELayerNormColumnParallelLinear,
-    TELinear,
     TENorm,
-    TERowParallelLinear,
     unsupported_matrices_reason,
     unsupported_reason,
 )
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, TESpecProvider
 from megatron.core.parallel.default_groups import default_groups
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
-)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.layer_layout import has_experts, is_last_stage, layers_of_stage
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import (
-    SequentialMLP,
-    TEColumnParallelGroupedLinear,
-    TEGroupedMLP,
-    TERowParallelGroupedLinear,
-)
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import (
@@ -61,46 +46,25 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class LayerParts:
-    """Classes of submodules; ``column_behind_norm`` is a norm fused with the next linear layer."""
-
-    column: Slot = ColumnParallelLinear
-    row: Slot = RowParallelLinear
-    replicated: Slot = ReplicatedLinear
-    norm: Slot = Norm
-    core_attention: Slot = DotProductAttention
-    column_behind_norm: Slot | None = None
-
-    def with_norm_inside(self, config: TransformerConfig | None) -> LayerParts | None:
-        """Return the parts with norms fused into linear layers; None if a norm must be separate."""
-        c = config or _DEFAULT
-        if (
-            self.column_behind_norm is None
-            or layer_shapes(c) is not None  # another part may take the place of the matrix
-            or c.layer_norm_placement != "pre"
-            or c.apply_residual_connection_post_layernorm
-            or c.fp32_residual_connection
-            or "layernorm" in c.modules_to_recompute
-        ):
-            return None
-        return replace(self, column=self.column_behind_norm)
-
-
-LOCAL = LayerParts()
-# Where the package cannot run, its layers compute by our code, with the same parameter names.
-ENGINE = LayerParts(
-    column=TEColumnParallelLinear,
-    row=TERowParallelLinear,
-    replicated=TELinear,
-    norm=TENorm,
-    core_attention=TEDotProductAttention,
-    column_behind_norm=TELayerNormColumnParallelLinear,
-)
+LOCAL = BackendSpecProvider()
+ENGINE = TESpecProvider()
 _DEFAULT = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1)
 
 
-def transformer_engine_parts(config: TransformerConfig | None) -> LayerParts:
+def column_with_norm(backend: BackendSpecProvider, config: TransformerConfig | None) -> Slot | None:
+    """Return the linear layer that has the norm before it; None if norms must be separate."""
+    c = config or _DEFAULT
+    must_be_separate = (
+        layer_shapes(c) is not None  # another part may take the place of the matrix
+        or c.layer_norm_placement != "pre"
+        or c.apply_residual_connection_post_layernorm
+        or c.fp32_residual_connection
+        or "layernorm" in c.modules_to_recompute
+    )
+    return None if must_be_separate else backend.column_parallel_layer_norm_linear()
+
+
+def transformer_engine_parts(config: TransformerConfig | None) -> BackendSpecProvider:
     """Return Transformer Engine's classes; ours where it cannot do what ``config`` requests.
 
     Logs the fallback once.  Raises MissingDependency if --require-transformer-engine forbids it.
@@ -112,7 +76,7 @@ def transformer_engine_parts(config: TransformerConfig | None) -> LayerParts:
     parts = LOCAL
     if reason is None and config is not None:
         reason = unsupported_matrices_reason(config)
-        parts = replace(LOCAL, norm=TENorm, core_attention=TEDotProductAttention)
+        parts = replace(LOCAL, norm=TENorm, attention=TEDotProductAttention)
     if reason is None:
         return ENGINE
     which = "" if parts is LOCAL else " for matrices"
@@ -163,7 +127,7 @@ def get_gpt_layer_local_spec(
 
 
 def layer_of(
-    parts: LayerParts,
+    backend: BackendSpecProvider,
     num_experts: int | None = None,
     qk_layernorm: bool = False,
     multi_latent_attention: bool = False,
@@ -172,34 +136,37 @@ def layer_of(
     grouped_experts: bool | None = None,
     qk_l2_norm: bool = False,
 ) -> ModuleSpec:
-    """Return the spec of a causal layer built from ``parts``.
+    """Return the spec of a causal layer with the classes of ``backend``.
 
-    ``grouped_experts``: see `experts_of`; None: experts of this program, with numbers that do not
-    depend on the layout.
+    ``grouped_experts``: see `experts_of`.
     """
     c = config or _DEFAULT
     placement = c.layer_norm_placement
     is_latent = multi_latent_attention or c.multi_latent_attention
-    before = IdentityOp if placement == "post" else parts.norm
-    after = IdentityOp if placement == "pre" else parts.norm
+    column, core = backend.column_parallel_linear(), backend.core_attention()
+    row = backend.row_parallel_linear()
+    before = IdentityOp if placement == "post" else backend.layer_norm()
+    after = IdentityOp if placement == "pre" else backend.layer_norm()
     # A norm that is fused into the following linear layer leaves its own slot empty.
-    inside = parts.with_norm_inside(config)
+    fused = column_with_norm(backend, config)
     is_dense = num_experts is None
-    norm: Slot | None = parts.norm if qk_layernorm or c.qk_layernorm else None
+    norm: Slot | None = None
+    if qk_layernorm or c.qk_layernorm:
+        norm = backend.layer_norm(for_qk=True)
     if is_latent:
-        up = parts.column
-        if inside and norm is not None:
-            up, norm = inside.column, IdentityOp
+        up = column
+        if fused and norm is not None:
+            up, norm = fused, IdentityOp
         attention = ModuleSpec(
             MLASelfAttention,
             submodules=MLASelfAttentionSubmodules(
-                linear_q_proj=parts.column,
-                linear_q_down_proj=parts.replicated,
+                linear_q_proj=column,
+                linear_q_down_proj=backend.linear(),
                 linear_q_up_proj=up,
-                linear_kv_down_proj=parts.replicated,
+                linear_kv_down_proj=backend.linear(),
                 linear_kv_up_proj=up,
-                core_attention=parts.core_attention,
-                linear_proj=parts.row,
+                core_attention=core,
+                linear_proj=row,
                 q_layernorm=norm,
                 kv_layernorm=norm,
             ),
@@ -211,24 +178,23 @@ def layer_of(
             norm = L2Norm
         if c.qk_layernorm_full_width:
             norm = HeadsWideRMSNorm
-        column = (inside or parts).column
         attention = ModuleSpec(
             SelfAttention,
-            submodules=SelfAttentionSubmodules(column, parts.core_attention, parts.row, norm, norm),
+            submodules=SelfAttentionSubmodules(fused or column, core, row, norm, norm),
         )
     attention.params["attn_mask_type"] = AttnMaskType.causal
     if is_dense:
-        mlp = ModuleSpec(MLP, submodules=MLPSubmodules((inside or parts).column, parts.row))
+        mlp = ModuleSpec(MLP, submodules=MLPSubmodules(fused or column, row))
     else:
-        mlp = experts_of(parts, grouped_experts)
+        mlp = experts_of(backend, grouped_experts)
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=IdentityOp if inside and not is_latent else before,
+            input_layernorm=IdentityOp if fused and not is_latent else before,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             post_self_attn_layernorm=after,
-            pre_mlp_layernorm=IdentityOp if inside and is_dense else before,
+            pre_mlp_layernorm=IdentityOp if fused and is_dense else before,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             post_mlp_layernorm=after,
@@ -236,21 +202,48 @@ def layer_of(
     )
 
 
-def experts_of(parts: LayerParts, grouped: bool | None) -> ModuleSpec:
-    """Return the spec of a layer of experts built from ``parts``.
+def experts_of(backend: BackendSpecProvider, grouped: bool | None) -> ModuleSpec:
+    """Return the spec of a layer of experts with the classes of ``backend``.
 
     ``grouped``: the experts of a rank have one module per matrix, or one per expert, with Megatron
-    Core's names; None: those of this program.
+    Core's names; None: those of this program, with numbers that do not depend on the layout.
     """
-    matrices = MLPSubmodules(parts.column, parts.row)
+    matrices = MLPSubmodules(backend.column_parallel_linear(), backend.row_parallel_linear())
     shared = ModuleSpec(SharedExpertMLP, submodules=matrices)
     experts: MLPSubmodules | ModuleSpec = matrices
-    if grouped and parts.column_behind_norm is not None:
-        both = MLPSubmodules(TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)
-        experts = ModuleSpec(TEGroupedMLP, submodules=both)
-    elif grouped is not None:
-        experts = ModuleSpec(SequentialMLP, submodules=matrices)
+    if grouped is not None:
+        kind, own = backend.grouped_mlp_modules(grouped, False)
+        experts = ModuleSpec(kind, submodules=own)
     return ModuleSpec(MoELayer, submodules=MoESubmodules(experts, shared))
+
+
+def get_mlp_module_spec(
+    use_te: bool | None = True,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    fp8: str | None = None,
+    moe_use_legacy_grouped_gemm: bool = False,
+    use_te_op_fuser: bool = False,
+) -> ModuleSpec:
+    """Return the spec of an MLP, or of experts; the last three arguments have no effect."""
+    return get_mlp_module_spec_for_backend(_backend(use_te), num_experts, moe_grouped_gemm)
+
+
+def get_mlp_module_spec_for_backend(
+    backend: BackendSpecProvider,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    moe_use_legacy_grouped_gemm: bool = False,
+    use_te_op_fuser: bool = False,
+) -> ModuleSpec:
+    """Return the spec of an MLP, or of experts; the last two arguments have no effect."""
+    layer = layer_of(backend, num_experts, config=None, grouped_experts=moe_grouped_gemm)
+    mlp: ModuleSpec = layer.submodules.mlp
+    return mlp
+
+
+def _backend(use_te: bool | None) -> BackendSpecProvider:
+    return ENGINE if use_te else LOCAL
 
 
 def without_attention(slots: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
@@ -320,11 +313,11 @@ def get_gpt_decoder_block_spec(
     The config gives the normalization.  With ``use_transformer_engine`` every module is one of
     Transformer Engine's, see `get_gpt_layer_with_transformer_engine_spec`.
     """
-    parts = ENGINE if use_transformer_engine else LOCAL
+    backend = _backend(use_transformer_engine)
     block = decoder_block_of(
-        parts, config, grouped_experts=config.moe_grouped_gemm, qk_l2_norm=qk_l2_norm
+        backend, config, grouped_experts=config.moe_grouped_gemm, qk_l2_norm=qk_l2_norm
     )
-    block = replace(block, layer_norm=parts.norm)
+    block = replace(block, layer_norm=backend.layer_norm())
     return layers_on_this_stage(block, config, vp_stage)
 
 
@@ -340,14 +333,14 @@ def layers_on_this_stage(
 
 
 def decoder_block_of(
-    parts: LayerParts, config: TransformerConfig, **more: Any
+    backend: BackendSpecProvider, config: TransformerConfig, **more: Any
 ) -> TransformerBlockSubmodules:
-    """Return a spec for every layer of the model, built from ``parts``.
+    """Return a spec for every layer of the model, with the classes of ``backend``.
 
     ``more``: further arguments of `layer_of`.
     """
     kinds = None, config.num_moe_experts
-    dense, sparse = (layer_of(parts, n, config=config, **more) for n in kinds)
+    dense, sparse = (layer_of(backend, n, config=config, **more) for n in kinds)
     layers = [sparse if has_experts(config, i) else dense for i in range(config.num_layers)]
     return TransformerBlockSubmodules(layers, Norm)
 
@@ -360,32 +353,60 @@ def get_gpt_mtp_block_spec(
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Return the spec of multi-token prediction on the last stage; None on others or without it.
 
-    ``spec``: that of the decoder.  As in Megatron Core the projection is sharded.
+    ``spec``: that of the decoder.
+    """
+    backend = _backend(use_transformer_engine)
+    return get_gpt_mtp_block_spec_for_backend(config, spec, backend, vp_stage)
+
+
+def get_gpt_mtp_block_spec_for_backend(
+    config: TransformerConfig,
+    spec: TransformerBlockSubmodules | ModuleSpec,
+    backend: BackendSpecProvider,
+    vp_stage: int | None = None,
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Return `get_gpt_mtp_block_spec` with the classes of ``backend``.
+
+    As in Megatron Core the projection is sharded.
     """
     is_split = config.pipeline_model_parallel_size > 1
     if is_split and not is_last_stage(config, default_groups().pp, vp_stage):
         return None
-    parts = ENGINE if use_transformer_engine else LOCAL
-    return mtp_block_of(replace(parts, replicated=parts.column), config, spec)
+    return mtp_block_of(backend, config, spec, backend.column_parallel_linear())
 
 
 def mtp_block_of(
-    parts: LayerParts, config: TransformerConfig, spec: TransformerBlockSubmodules | ModuleSpec
+    backend: BackendSpecProvider,
+    config: TransformerConfig,
+    spec: TransformerBlockSubmodules | ModuleSpec,
+    projection: Slot | None = None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Return the spec of multi-token prediction, whose layers are like the last of ``spec``."""
+    """Return the spec of multi-token prediction, whose layers are like the last of ``spec``.
+
+    ``projection``: class of the linear layer behind the norms, by default a replicated one.
+    """
     layers = block_submodules(config, spec).layer_specs
     if not config.mtp_num_layers or not layers:
         return None
-    one = mtp_layer_of(parts, layers[-1])
+    one = get_mtp_layer_spec_for_backend(layers[-1], backend, projection or backend.linear())
     return MultiTokenPredictionBlockSubmodules([one] * config.mtp_num_layers)
 
 
-def mtp_layer_of(parts: LayerParts, layer: Slot) -> ModuleSpec:
-    """Return the spec of one depth of multi-token prediction with transformer layer ``layer``."""
+def get_mtp_layer_spec(transformer_layer_spec: Slot, use_transformer_engine: bool) -> ModuleSpec:
+    """Return the spec of one depth of multi-token prediction."""
+    return get_mtp_layer_spec_for_backend(transformer_layer_spec, _backend(use_transformer_engine))
+
+
+def get_mtp_layer_spec_for_backend(
+    transformer_layer_spec: Slot, backend: BackendSpecProvider, projection: Slot | None = None
+) -> ModuleSpec:
+    """Return the spec of one depth of multi-token prediction with the classes of ``backend``."""
+    norm = backend.layer_norm()
+    projection = projection or backend.column_parallel_linear()
     return ModuleSpec(
         MultiTokenPredictionLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
-            parts.norm, parts.norm, parts.replicated, layer, parts.norm
+            norm, norm, projection, transformer_layer_spec, norm
         ),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import (
     LOCAL,
+    column_with_norm,
     layer_of,
     transformer_engine_parts,
     without_attention,
@@ -23,16 +24,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def get_mamba_stack_spec(config: TransformerConfig | None = None) -> ModuleSpec:
     """Return the spec of a stack; without ``config`` every module is plain PyTorch."""
     is_local = config is None or config.transformer_impl == "local"
-    parts = LOCAL if is_local else transformer_engine_parts(config)
-    behind_norm = parts.with_norm_inside(config)
-    dense = layer_of(parts, config=config)
-    sparse = layer_of(parts, num_experts=1, config=config)  # any number: the config's
-    projections = MambaMixerSubmodules((behind_norm or parts).column, parts.row)
+    backend = LOCAL if is_local else transformer_engine_parts(config)
+    fused = column_with_norm(backend, config)
+    dense = layer_of(backend, config=config)
+    sparse = layer_of(backend, num_experts=1, config=config)  # any number: the config's
+    column = fused or backend.column_parallel_linear()
+    projections = MambaMixerSubmodules(column, backend.row_parallel_linear())
     layers = MambaStackSubmodules(
         mamba_layer=ModuleSpec(
             MambaLayer,
             submodules=MambaLayerSubmodules(
-                norm=IdentityOp if behind_norm else parts.norm,
+                norm=IdentityOp if fused else backend.layer_norm(),
                 mixer=ModuleSpec(MambaMixer, submodules=projections),
                 mamba_bda=get_bias_dropout_add,
             ),

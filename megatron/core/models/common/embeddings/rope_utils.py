@@ -90,7 +90,7 @@ def fused_apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
 ) -> Tensor:
     """Rotate ``t`` [s, b, n, d] (Transformer Engine's call)."""
-    return _apply_rotary_pos_emb_bshd(t, freqs, interleaved)
+    return _apply_rotary_pos_emb_bshd(t, freqs[: len(t)], interleaved)
 
 
 def fused_apply_rotary_pos_emb_thd(

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
     ENGINE,
     LOCAL,
-    LayerParts,
     decoder_block_of,
     layers_on_this_stage,
     without_attention,
@@ -63,10 +63,10 @@ def get_gpt_heterogeneous_layer_spec(
 
 
 def heterogeneous_block_of(
-    parts: LayerParts, config: TransformerConfig
+    backend: BackendSpecProvider, config: TransformerConfig
 ) -> TransformerBlockSubmodules:
     """Return a spec for every layer; all are equal if the config describes no differences."""
-    block = decoder_block_of(parts, config)
+    block = decoder_block_of(backend, config)
     shapes = layer_shapes(config)
     if shapes is None or block.layer_specs is None:
         return block
