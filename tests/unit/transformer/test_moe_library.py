@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.dist_checkpointing.module_state import sharded_state_dict_default
 from megatron.core.params.param_info import name_parameters
 from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -145,6 +146,49 @@ def test_checkpoints_do_not_depend_on_the_names_of_local_experts(metadata: Any) 
     assert len(saved[0]) == 6
     for other in saved[1:]:
         torch.testing.assert_close(other, saved[0], rtol=0, atol=0)
+
+
+class Adapted(torch.nn.Module):
+    """A module around a layer, as Megatron-Bridge's adapters."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.to_wrap = layer
+        self.adapter = torch.nn.Linear(layer.in_features, layer.out_features, dtype=torch.float64)
+
+    def forward(self, x: Tensor, counts: Any) -> Any:
+        y, bias = self.to_wrap(x, counts)
+        return y + self.adapter(x), bias
+
+    def sharded_state_dict(self, prefix: str, sharded_offsets: Any, metadata: Any) -> Any:
+        entries = self.to_wrap.sharded_state_dict(prefix, sharded_offsets, metadata)
+        adapter = sharded_state_dict_default(
+            self.adapter, f"{prefix}adapter.", sharded_offsets, metadata
+        )
+        return {**entries, **adapter}
+
+
+def test_grouped_experts_compute_and_save_with_adapters_around_their_layers() -> None:
+    grouped = MLPSubmodules(TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)
+    experts: Any = TEGroupedMLP(3, config_of(), grouped, pg_collection=one_process_groups())
+    name_parameters(experts)
+    initialize_parameters(experts, 5)
+    plain = experts.sharded_state_dict("mlp.experts.")
+    x = torch.randn(5, 4, dtype=torch.float64)
+    first = experts.linear_fc1(x, [2, 1, 2])[0]
+    experts.linear_fc1 = Adapted(experts.linear_fc1)
+    wanted = first + experts.linear_fc1.adapter(x)
+    y, _ = experts(x, [2, 1, 2], torch.ones(5, dtype=torch.float64))
+    torch.testing.assert_close(y, experts.linear_fc2(experts.activate(wanted), [2, 1, 2])[0])
+    entries = experts.sharded_state_dict("mlp.experts.")
+    assert entries.keys() - plain.keys() == {
+        "mlp.experts.linear_fc1.adapter.weight",
+        "mlp.experts.linear_fc1.adapter.bias",
+    }
+    for name, entry in plain.items():
+        assert (entries[name].key, entries[name].global_offset) == (entry.key, entry.global_offset)
+    adapter = entries["mlp.experts.linear_fc1.adapter.weight"]
+    assert adapter.key == "mlp.experts.experts.linear_fc1.adapter.weight"
 
 
 def test_routes_are_recorded_and_replayed() -> None:

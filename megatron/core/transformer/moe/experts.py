@@ -8,7 +8,7 @@ first rank adds the second bias, so that it counts once.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,11 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, replace_prefix_for_sharding
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+    add_prefix_for_sharding,
+    replace_prefix_for_sharding,
+)
 from megatron.core.dist_checkpointing.module_state import sharded_state_dict_default
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -94,6 +98,7 @@ class Experts(MegatronModule):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config)
+        self.numbers = local_experts
         # Registered in reverse: buffers lay parameters out in reverse order, so that the weights of
         # consecutive experts are contiguous there, as a grouped GEMM requires.
         self.local_experts = nn.ModuleDict(
@@ -126,9 +131,16 @@ class Experts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> ShardedStateDict:
-        """Return the entries of `ShardedModule`; tensors of all experts are stacked."""
-        numbered = ((int(name), name, expert) for name, expert in self.local_experts.items())
-        return stacked_entries(self.config, numbered, prefix, sharded_offsets, metadata)
+        """Return the entries of `ShardedModule`; see `_place_of_expert`."""
+        entries: ShardedStateDict = {}
+        names = {expert: name for name, expert in self.local_experts.named_children()}
+        for number, expert in zip(self.numbers, self._in_order, strict=True):
+            offsets, part = _place_of_expert(self.config, number, sharded_offsets, metadata)
+            name = f"{prefix}local_experts.{names[expert]}."
+            mine = sharded_state_dict_default(expert, name, offsets, metadata)
+            replace_prefix_for_sharding(mine, name, f"{prefix}experts.{part}")
+            entries |= mine
+        return entries
 
     def _linears(self, name: str) -> list[Any]:
         return [getattr(expert, name) for expert in self._in_order]
@@ -222,31 +234,28 @@ class Experts(MegatronModule):
             result = result + torch.cat([linear.lora(mine) for linear, mine in each])
         if not self.config.add_bias_linear:
             return result, None
+        biases = [linear.bias for linear in linears]
         if name not in self._products:
-            return result, bias_of_rows(len(rows), groups, [linear.bias for linear in linears])
-        sized = zip(linears, groups.counts, strict=True)
-        return result, torch.cat([linear.bias.expand(count, -1) for linear, count in sized])
+            return result, bias_of_rows(len(rows), groups, biases)
+        return result, _repeated(biases, groups.counts)
 
 
-def stacked_entries(
-    config: TransformerConfig,
-    experts: Iterable[tuple[int, str, nn.Module]],
-    prefix: str,
-    sharded_offsets: Any,
-    metadata: Any,
-) -> ShardedStateDict:
-    """Return the entries of experts, each with its number in the model and on this rank."""
-    is_apart = (metadata or {}).get("singleton_local_shards")
-    total, axis = config.num_moe_experts, len(sharded_offsets)
-    entries: ShardedStateDict = {}
-    for number, local, expert in experts:
-        name = f"{prefix}local_experts.{local}."
-        place = () if is_apart else ((axis, number, total),)
-        mine = sharded_state_dict_default(expert, name, (*sharded_offsets, *place), metadata)
-        shared = f"{prefix}experts.{number}." if is_apart else f"{prefix}experts."
-        replace_prefix_for_sharding(mine, name, shared)
-        entries |= mine
-    return entries
+def _place_of_expert(
+    config: TransformerConfig, number: int, sharded_offsets: Any, metadata: Any
+) -> tuple[Any, str]:
+    """Return the offsets of an expert's tensors, and the part of its number in their keys.
+
+    Tensors of all experts are stacked, unless metadata asks for ``singleton_local_shards``.
+    """
+    if (metadata or {}).get("singleton_local_shards"):
+        return sharded_offsets, f"{number}."
+    place = len(sharded_offsets), number, config.num_moe_experts
+    return (*sharded_offsets, place), ""
+
+
+def _repeated(biases: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """Return each row's bias: [m, o]."""
+    return torch.cat([b.expand(n, -1) for b, n in zip(biases, counts, strict=True)])
 
 
 def host_counts(tokens_per_expert: Sequence[int] | Tensor) -> Sequence[int]:
@@ -271,20 +280,12 @@ class SequentialMLP(Experts):
         numbers = range(first, first + num_local_experts)
         super().__init__(config, submodules, numbers, pg_collection=pg_collection)
         self.num_local_experts = num_local_experts
-        self._first = first
         self.local_experts: Any = nn.ModuleList(self._in_order)
 
     def global_name(self, name: str) -> str:
         """Return the name of a parameter in every layout; see `name_parameters`."""
         _, number, own = name.split(".", 2)
-        return f"local_experts.{self._first + int(number)}.{own}"
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> ShardedStateDict:
-        """Return the entries of `Experts`, under the names that the experts have here."""
-        numbered = ((self._first + i, str(i), e) for i, e in enumerate(self._in_order))
-        return stacked_entries(self.config, numbered, prefix, sharded_offsets, metadata)
+        return f"local_experts.{self.numbers[int(number)]}.{own}"
 
 
 class TEGroupedLinear(nn.Module):
@@ -327,6 +328,7 @@ class TEGroupedLinear(nn.Module):
         self.use_bias = bias
         self.skip_bias_add = skip_bias_add
         self.is_expert = is_expert
+        self.first_expert = 0  # its number in the model; `TEGroupedMLP` sets it
         kinds = {"column": ColumnParallelLinear, "row": RowParallelLinear, None: ReplicatedLinear}
         # In reverse as in `Experts`.
         for number in reversed(range(num_gemms)):
@@ -349,12 +351,21 @@ class TEGroupedLinear(nn.Module):
     def _each(self, name: str) -> list[Any]:
         return [getattr(self, f"{name}{number}") for number in range(self.num_gemms)]
 
-    def one(self, number: int) -> nn.Module:
-        """Return a module with the parameters of one expert."""
-        layer = nn.Module()
-        layer.register_parameter("weight", self._each("weight")[number])
-        layer.register_parameter("bias", self._each("bias")[number] if self.use_bias else None)
-        return layer
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> ShardedStateDict:
+        """Return the entries of `ShardedModule`; see `_place_of_expert`."""
+        entries: ShardedStateDict = {}
+        for i in range(self.num_gemms):
+            number = self.first_expert + i
+            offsets, part = _place_of_expert(self.config, number, sharded_offsets, metadata)
+            one = nn.Module()
+            for name in ("weight", "bias") if self.use_bias else ("weight",):
+                one.register_parameter(name, getattr(self, f"{name}{i}"))
+            mine = sharded_state_dict_default(one, "", offsets, metadata)
+            add_prefix_for_sharding(mine, part + prefix)
+            entries |= {f"{prefix}{name}{i}": entry for name, entry in mine.items()}
+        return entries
 
     def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor) -> WithBias:
         """Multiply rows [m, i], sorted by expert, with ``m_splits`` rows per expert -> [m, o]."""
@@ -367,8 +378,7 @@ class TEGroupedLinear(nn.Module):
             y = torch.cat([linear(rows, LinearCall(weight)) for rows, weight in each])
         if not self.use_bias:
             return y, None
-        biases = zip(self._each("bias"), counts, strict=True)
-        bias = torch.cat([one.expand(count, -1) for one, count in biases])
+        bias = _repeated(self._each("bias"), counts)
         return (y, bias) if self.skip_bias_add else (y + bias, None)
 
 
@@ -408,7 +418,10 @@ class TEGroupedMLP(Expert):
             ffn_hidden_size=config.moe_ffn_hidden_size,
         )
         self.num_local_experts = num_local_experts
-        self._first = pg_collection.ep.rank() * num_local_experts
+        self.first_expert = pg_collection.ep.rank() * num_local_experts
+        layers: Any = self.children()
+        for layer in layers:
+            layer.first_expert = self.first_expert
 
     def forward(  # type: ignore[override]
         self,
@@ -428,17 +441,12 @@ class TEGroupedMLP(Expert):
         found = re.fullmatch(r"(linear_fc\d)\.(weight|bias)(\d+)", name)
         if found is None:
             return name
-        return f"local_experts.{self._first + int(found[3])}.{found[1]}.{found[2]}"
+        return f"local_experts.{self.first_expert + int(found[3])}.{found[1]}.{found[2]}"
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> ShardedStateDict:
-        """Return the entries of `Experts`, under the names that the parameters have here."""
-        matrices: dict[str, Any] = {name: getattr(self, name) for name in _MATRICES}
-        numbered = [
-            (self._first + i, str(i), nn.ModuleDict({n: m.one(i) for n, m in matrices.items()}))
-            for i in range(self.num_local_experts)
-        ]
-        entries = stacked_entries(self.config, numbered, prefix, sharded_offsets, metadata)
-        own = re.compile(r"local_experts\.(\d+)\.(linear_fc\d\.\w+)$")
-        return {own.sub(r"\2\1", name): entry for name, entry in entries.items()}
+        """Return the entries of the layers, or of modules around them, with keys of `Experts`."""
+        entries = super().sharded_state_dict("", sharded_offsets, metadata)
+        add_prefix_for_sharding(entries, f"{prefix}experts.")
+        return {prefix + name: entry for name, entry in entries.items()}
