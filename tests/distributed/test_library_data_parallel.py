@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -105,3 +106,22 @@ def test_two_ranks_without_groups_train_as_adamw_on_the_whole_batch():
         for weights in cases.values():
             for name, value in expected.state_dict().items():
                 torch.testing.assert_close(weights[name], value, **tolerances.DTYPE[torch.float32])
+
+
+def _average(rank: int, world_size: int, sharded: bool) -> list[float]:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
+    model = nn.Linear(3, 1)
+    model.weight.average_gradients_across_tp_domain = True
+    wrapper = DistributedDataParallel(ModelConfig(), config, model)
+    wrapper(torch.full((1, 3), float(rank))).sum().backward()
+    finalize_model_grads([wrapper])
+    grads = [p.grad if p.grad is not None else p.main_grad for p in model.parameters()]
+    return [float(grad.mean()) for grad in grads]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_gradient_is_averaged_over_tensor_parallel_ranks_if_a_project_asks(sharded):
+    for weight, bias in run_ranks(_average, 2, sharded):
+        assert weight == 0.5
+        assert bias == 1.0

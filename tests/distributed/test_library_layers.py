@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.fusions.rope import RotaryTable
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -22,6 +22,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel import parallel_state
 from megatron.core.params.param_info import name_parameters
 from megatron.core.params.param_init import initialize_parameters
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_token_prediction import roll_tensor
@@ -233,6 +239,46 @@ def test_a_model_has_the_names_that_converters_know() -> None:
     of_depth = {f"mtp.layers.0.{n}.weight" for n in ("enorm", "hnorm", "eh_proj")}
     assert of_depth | {"mtp.layers.0.final_layernorm.weight"} <= names
     model.load_state_dict(model.state_dict())
+
+
+class OwnModel(nn.Module):
+    """A project's own module, whose layers get their group."""
+
+    def __init__(self, tp_group: Any) -> None:
+        super().__init__()
+        config = tiny_config(params_dtype=torch.float64)
+        init: dict[str, Any] = {"config": config, "init_method": nn.init.xavier_normal_}
+        sharded = {**init, "tp_group": tp_group}
+        self.embedding = VocabParallelEmbedding(16, WIDTH, **sharded)
+        self.up = ColumnParallelLinear(WIDTH, 4 * WIDTH, **sharded)
+        self.down = RowParallelLinear(4 * WIDTH, WIDTH, **sharded, bias=False)
+        self.gate = ReplicatedLinear(WIDTH, 2, **init, bias=True)
+        with torch.no_grad():
+            self.gate.weight.mul_(2)  # a constructor reads and changes the values
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: param.detach() for name, param in self.named_parameters()}
+
+
+def own_models(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    torch.manual_seed(7)
+    group = parallel_state.get_tensor_model_parallel_group()
+    return [OwnModel(group).weights() for _ in range(2)]
+
+
+def test_layers_outside_a_model_have_the_initial_values_of_one_rank() -> None:
+    ((expected, others),) = run_ranks(own_models, 1)
+    for name, value in expected.items():
+        std = 0.0 if "bias" in name else (2 / sum(value.shape)) ** 0.5 * (1 + ("gate" in name))
+        assert abs(float(value.std()) - std) <= 0.2 * std, name
+        assert std == 0 or not torch.equal(others[name], value)
+    (first, _), (second, _) = run_ranks(own_models, 2)
+    for name, value in expected.items():
+        dim = 1 if name == "down.weight" else 0
+        parts = [first[name], second[name]]
+        found = parts[0] if "gate" in name else torch.cat(parts, dim)
+        assert torch.equal(found, value), name
 
 
 def rolled_by_ranks(rank: int, world_size: int) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """Finish the gradients after the last micro-batch, before the optimizer step.
 
 Order of collectives: reduce the buckets over data-parallel ranks; all-reduce over tp the gradients
-that are partial on each tensor-parallel rank (sequence parallelism), one collective per dtype;
+that are partial on each tensor-parallel rank (sequence parallelism), and those of parameters with
+Megatron Core's attribute ``average_gradients_across_tp_domain``, one collective per dtype;
 all-reduce the gradients of parameters that several stages hold (groups embd, pos_embd, stack); for
 a loss per token, all-reduce the number of tokens over pp and then over dp_cp.
 """
@@ -59,7 +60,7 @@ def reduce_model_grads(
 
 
 def _used_gradients(
-    model: Sequence[DataParallelBase], is_summed: Callable[[ParamInfo], bool]
+    model: Sequence[DataParallelBase], is_summed: Callable[[nn.Parameter, ParamInfo], bool]
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield the parameters whose gradients are summed, and the gradients.
 
@@ -67,7 +68,7 @@ def _used_gradients(
     """
     for chunk in model:
         for param, grad in chunk.reduced_gradients():
-            if is_summed(info_of(param)):
+            if is_summed(param, info_of(param)):
                 if grad is None:
                     param.grad = torch.zeros_like(param)
                     grad = local_part(param.grad)
@@ -79,19 +80,29 @@ def _sum_partial_gradients(
 ) -> None:
     """Sum gradients over tp that are partial on each rank, as of its part of the sequence.
 
-    Collective over tp, whose ranks own the same parts of parameters that the distributed optimizer
-    or FSDP shards; for adapters of experts over expt_tp.
+    A gradient that tp ranks are to average is divided by their number before.  Collective over tp,
+    whose ranks own the same parts of parameters that the distributed optimizer or FSDP shards; for
+    adapters of experts over expt_tp.
     """
+
+    def is_summed(param: nn.Parameter, info: ParamInfo) -> bool:
+        return info.is_expert == is_expert and (info.sequence_parallel or _is_averaged(param))
+
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for _, grad in _used_gradients(
-        model, lambda info: info.sequence_parallel and info.is_expert == is_expert
-    ):
+    for param, grad in _used_gradients(model, is_summed):
+        if _is_averaged(param):
+            grad.div_(group.size())
         by_dtype.setdefault(grad.dtype, []).append(grad)
     for grads in by_dtype.values():
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(flat, group=group)
         parts = flat.split([grad.numel() for grad in grads])
         torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
+
+
+def _is_averaged(param: nn.Parameter) -> bool:
+    """Return whether a project has asked to average the gradient over tensor-parallel ranks."""
+    return bool(vars(param).get("average_gradients_across_tp_domain"))
 
 
 def sum_tied_gradients(model: Sequence[DataParallelBase], groups: ProcessGroupCollection) -> None:
@@ -103,7 +114,7 @@ def sum_tied_gradients(model: Sequence[DataParallelBase], groups: ProcessGroupCo
     rows are split over equally many ranks (FSDP).
     """
     copies: dict[tuple[str, str], dict[nn.Parameter, Tensor]] = {}
-    for param, grad in _used_gradients(model, lambda info: info.shared_over is not None):
+    for param, grad in _used_gradients(model, lambda _, info: info.shared_over is not None):
         # Sorting these keys gives the collectives the same order on all stages.
         copies.setdefault((str(info_of(param).shared_over), info_of(param).name), {})[param] = grad
     for (name, _), held in sorted(copies.items(), key=lambda item: item[0]):

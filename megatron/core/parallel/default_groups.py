@@ -6,14 +6,16 @@ they use Megatron Core may leave them out, and pass arguments in Megatron Core's
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection, get_installed
+from megatron.core.rank_local import each_rank_owns
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,6 +35,25 @@ _FORMER_NAMES = {
     "inference_params": "inference_context",
 }
 
+_is_building_model = False
+each_rank_owns(__name__, "_is_building_model")
+
+
+def is_building_model() -> bool:
+    """Return whether the constructor of a model runs that will initialize all its parameters."""
+    return _is_building_model
+
+
+@contextlib.contextmanager
+def _building_model() -> Iterator[None]:
+    global _is_building_model
+    before = _is_building_model
+    _is_building_model = True
+    try:
+        yield
+    finally:
+        _is_building_model = before
+
 
 def default_groups() -> ProcessGroupCollection:
     """Return the installed groups; in a process without torch.distributed, this process alone.
@@ -47,12 +68,11 @@ def default_groups() -> ProcessGroupCollection:
 def library_call(order: str = "", *, unused: str = "") -> Callable[[F], F]:
     """Return a decorator that lets a function or constructor be called as Megatron Core's.
 
-    Process groups may be left out, or be None; `_FORMER_NAMES` are accepted.  A module without
-    groups may be outside a model, which would initialize it: its ``fill_parameters`` is called
-    after construction.  ``order``: names of the positional arguments in Megatron Core's order,
-    without ``self``, if this function takes fewer of them; "..." stands for those that it takes.
-    ``unused``: arguments of Megatron Core that have no counterpart here; they are accepted and have
-    no effect.
+    Process groups may be left out, or be None; `_FORMER_NAMES` are accepted.  ``order``: names of
+    the positional arguments in Megatron Core's order, without ``self``, if this function takes
+    fewer of them; "..." stands for those that it takes.  ``unused``: arguments of Megatron Core
+    that have no counterpart here; they are accepted and have no effect.  In the constructor of a
+    model with ``finalize_parameters``, `is_building_model` is true.
     """
 
     def decorate(function: F) -> F:
@@ -80,19 +100,16 @@ def library_call(order: str = "", *, unused: str = "") -> Callable[[F], F]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if len(args) > len(own) or not known >= kwargs.keys():
                 args = translate(args, kwargs)
-            has_groups = True
             for name, place in places.items():
                 if place >= len(args):
                     if kwargs.get(name) is None:
-                        has_groups = False
                         kwargs[name] = _default(name, kwargs)
                 elif args[place] is None:
-                    has_groups = False
                     args = *args[:place], _default(name, kwargs), *args[place + 1 :]
-            result = function(*args, **kwargs)
-            if not has_groups and is_constructor and hasattr(args[0], "fill_parameters"):
-                args[0].fill_parameters()
-            return result
+            if is_constructor and hasattr(args[0], "finalize_parameters"):
+                with _building_model():
+                    return function(*args, **kwargs)
+            return function(*args, **kwargs)
 
         vars(call)["__signature__"] = _library_signature(signature, names, ignored)
         return call  # type: ignore[return-value]

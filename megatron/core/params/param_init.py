@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
+from megatron.core.parallel.default_groups import is_building_model
 from megatron.core.params.param_info import ParamInfo, info_of, local_part, set_info
 from megatron.core.rank_local import each_rank_owns
 
@@ -31,8 +32,8 @@ _ROUNDS = 10
 _CHUNK_CPU = 1 << 15
 _CHUNK_GPU = 1 << 24
 _SEED_ATTRIBUTE = "_initialized_with_seed"
-_num_modules = 0  # that were initialized without names
-each_rank_owns(__name__, "_num_modules")
+_num_unnamed = 0  # initializations of parameters or modules without names
+each_rank_owns(__name__, "_num_unnamed")
 
 
 @dataclass(unsafe_hash=True)
@@ -78,14 +79,21 @@ def param_info_for(
 
 
 def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, info: ParamInfo) -> nn.Parameter:
-    """Create an uninitialized parameter on this process's device, with the record ``info``.
+    """Create a parameter on this process's device, with the record ``info``.
 
-    Inside ``torch.device("meta")`` it is a meta tensor.  `initialize_parameters` sets its values.
+    Inside ``torch.device("meta")`` it is a meta tensor.  A parameter of a model has no values until
+    `initialize_parameters` sets them.  Outside a model it has initial values of torch's seed, which
+    depend on how many such parameters this rank has created before, not on the size of a group.
     """
+    global _num_unnamed
     is_meta = torch.get_default_device().type == "meta"
     where = torch.device("meta") if is_meta else device.current()
     param = nn.Parameter(torch.empty(shape, dtype=dtype, device=where))
     set_info(param, info)
+    if not param.is_meta and info.init != "own" and not is_building_model():
+        _num_unnamed += 1
+        named = replace(info, name=f"parameter {_num_unnamed}")
+        fill_parameter(param, named, torch.initial_seed())
     return param
 
 
@@ -93,24 +101,23 @@ def initialize_parameters(model: nn.Module, seed: int | None, *, random: bool = 
     """Initialize every parameter of ``model`` that has a record.
 
     ``seed`` None is torch's.  Does nothing if the model was already initialized with this seed.
-    Unnamed parameters, of a module that is no part of a model yet, get the name of that module in
-    the order of these calls.
+    Unnamed parameters, of a module outside a model, get a number in the order of these calls.
     ``random=False`` writes only constant initial values.  Parameters without a record keep the
     values that their module has set; meta parameters are skipped.  Of a sharded model
     (`FullyShardedDataParallel`) each rank initializes its own parts.
     """
-    global _num_modules
+    global _num_unnamed
     seed = torch.initial_seed() if seed is None else seed
     # A subclass may add parameters after its base class has filled its own.
     filled = seed, len(list(model.parameters()))
     if model.__dict__.get(_SEED_ATTRIBUTE) == filled:
         return
     complete = True
-    _num_modules += any(not info_of(param).name for param in model.parameters())
+    _num_unnamed += any(not info_of(param).name for param in model.parameters())
     for name, param in model.named_parameters():
         info = info_of(param)
         if not info.name and info.init != "own":
-            info = replace(info, name=f"module {_num_modules}.{name}")
+            info = replace(info, name=f"module {_num_unnamed}.{name}")
         if param.is_meta:
             complete = False
         elif info.init != "own" and (random or info.init in ("zeros", "ones")):

@@ -30,12 +30,7 @@ from megatron.core.device import cpu_kernels
 from megatron.core.dist_checkpointing.module_state import ShardedModule
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.params.param_info import info_of
-from megatron.core.params.param_init import (
-    InitMethod,
-    initialize_parameters,
-    new_parameter,
-    param_info_for,
-)
+from megatron.core.params.param_init import InitMethod, new_parameter, param_info_for
 from megatron.core.tensor_parallel.frozen_weight import FrozenWeight
 from megatron.core.tensor_parallel.linear import (
     LinearCall,
@@ -61,8 +56,6 @@ class LayerConfig(Protocol):
     def params_dtype(self) -> torch.dtype: ...
     @property
     def sequence_parallel(self) -> bool: ...
-    @property
-    def perform_initialization(self) -> bool: ...
 
 
 class Adapter(Protocol):
@@ -142,10 +135,6 @@ class _ShardedLinear(Linear):
         self.output_size = output_size
         self.config = config
         self.tp_group = tp_group
-
-    def fill_parameters(self) -> None:
-        """Initialize the parameters of a layer outside a model with torch's seed."""
-        initialize_parameters(self, None, random=self.config.perform_initialization)
 
     def extra_repr(self) -> str:
         """Return the global sizes and this rank's position, for the printed model."""
@@ -423,10 +412,6 @@ class VocabParallelEmbedding(ShardedModule):
         self.is_tied = False  # whether the output layer uses the weight too, by `tied_weight`
         self.lora: Adapter | None = None  # see `Linear`
         self._table: Tensor | None = None
-
-    def fill_parameters(self) -> None:
-        """Initialize the weight of an embedding outside a model with torch's seed."""
-        initialize_parameters(self, None, random=self.config.perform_initialization)
 
     def tied_weight(self) -> Tensor:
         """Return the weight for the output layer, in the autograd graph of the last lookup.

@@ -25,6 +25,7 @@ from megatron.core.models.multimodal.llava_model import LLaVAModel
 from megatron.core.models.multimodal.splicing import Splice, value_of_image
 from megatron.core.models.vision.clip_vit_model import replicated
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.rope import base_frequencies
@@ -40,6 +41,7 @@ Grid = tuple[int, int, int]  # patches of an image or video along time, height a
 class Qwen2VLVisionModel(VisionModule):
     """Maps patches to the input of a projector: one row for each block of 2 x 2 patches."""
 
+    @library_call()
     def __init__(
         self,
         transformer_config: TransformerConfig,

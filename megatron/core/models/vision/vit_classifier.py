@@ -21,6 +21,7 @@ from megatron.core.models.vision.clip_vit_model import (
     replicated,
 )
 from megatron.core.models.vision.kinds import check_images
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -35,6 +36,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class ViTClassifier(VisionModule):
     """One pipeline stage of a vision transformer that maps images to logits of classes."""
 
+    @library_call()
     def __init__(
         self,
         config: TransformerConfig,
