@@ -81,7 +81,7 @@ core.optimizer <- core.optimizer.optimizer_config: AdamOptimizerConfig=Optimizer
 core.optimizer <- core.optimizer.param_groups: ParamGroupOverride ParamKey ParamPredicate
 core.optimizer.cpu_offloading.hybrid_optimizer <- core.compat.optimizer: HybridDeviceOptimizer
 core.optimizer.layer_wise_optimizer <- core.compat.optimizer: LayerWiseDistributedOptimizer
-core.optimizer.muon <- core.compat.optimizer: get_megatron_muon_optimizer
+core.optimizer.muon <- core.optimizer: get_megatron_muon_optimizer=get_megatron_optimizer
 core.optimizer.optimizer <- core.compat.optimizer: ChainedOptimizer ProxyDict
     param_group_identifier_keys
 core.optimizer.qk_clip <- core.compat.optimizer: clip_qk

@@ -6,26 +6,17 @@ on the host.  Programs that train several models chain one optimizer for each.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.param_groups import (
-    ParamCondition,
-    ParamGroupOverride,
-    ParamKey,
-    ParamPredicate,
-)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+from megatron.core.optimizer.param_groups import ParamGroupOverride, ParamKey, ParamPredicate
 from megatron.core.optimizer.update_rules import UpdateRule
-from megatron.core.parallel.default_groups import library_call
-from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 
 # Keys by which saved parameter groups are matched with this run's.
 param_group_identifier_keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -92,10 +83,6 @@ class ChainedOptimizer(MegatronOptimizer):
         """State by (index of the optimizer, main parameter)."""
         return ProxyDict([each.state for each in self._chained])
 
-    def get_parameters(self) -> list[nn.Parameter]:
-        """Return the main parameters of this rank."""
-        return [param for each in self._chained for param in each.get_parameters()]
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all optimizers."""
         for each in self._chained:
@@ -109,57 +96,22 @@ class ChainedOptimizer(MegatronOptimizer):
         """Return the loss scale of the first optimizer."""
         return self._chained[0].get_loss_scale() if self._chained else torch.tensor(1.0)
 
-    def prepare_grads(self) -> bool:
-        """Prepare the gradients of every optimizer; return whether to skip the step."""
-        return any([each.prepare_grads() for each in self._chained])
-
-    def get_grad_norm(self) -> float:
-        """Return the norm over the gradients of all optimizers."""
-        return math.sqrt(sum(each.get_grad_norm() ** 2 for each in self._chained))
-
-    def clip_by_norm(self, clip_grad: float, norm: float) -> None:
-        """Clip all gradients in place, given the norm of the model's gradients."""
-        for each in self._chained:
-            each.clip_by_norm(clip_grad, norm)
-
-    def count_zeros(self) -> int:
-        """Count the zeros in the gradients of all optimizers."""
-        return sum(each.count_zeros() for each in self._chained)
-
-    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """Return the gradients that this rank counts in the norm."""
-        return [grad for each in self._chained for grad in each.get_main_grads_for_grad_norm()]
-
-    def grads_states_parallel_group_is_shared(self) -> bool:
-        """Return whether all optimizers sum norms over the same ranks."""
-        groups = {id(each.get_grad_stats_parallel_group()) for each in self._chained}
-        return len(groups) == 1
-
-    def get_grad_stats_parallel_group(self) -> ProcessGroup:
-        """Return the ranks over which norms are summed.  Raises AssertionError if they differ."""
-        assert self.grads_states_parallel_group_is_shared(), "the optimizers have other groups"
-        return self._chained[0].get_grad_stats_parallel_group()
-
-    def drop_gradients(self) -> None:
-        """Drop the gradients that `prepare_grads` has bound."""
-        for each in self._chained:
-            each.drop_gradients()
-
-    def step_with_ready_grads(self) -> bool:
-        """Update the parameters of all optimizers; return whether all did."""
-        return all([each.step_with_ready_grads() for each in self._chained])
-
     def step(self) -> tuple[bool, float | None, int | None]:
         """Update the parameters; return (whether updated, gradient norm, number of zeros)."""
-        if self.prepare_grads():
-            self.drop_gradients()
+        scales = [each.loss_scale for each in self._chained]
+        squares = [
+            each.squared_norm() / scale**2
+            for each, scale in zip(self._chained, scales, strict=True)
+        ]
+        total = torch.stack(squares).sum() if squares else torch.zeros(())
+        results = [
+            each.step_by_norm(total * scale**2)
+            for each, scale in zip(self._chained, scales, strict=True)
+        ]
+        if not all(updated for updated, _, _ in results):
             return False, None, None
-        norm = self.get_grad_norm()
-        for each in self._chained:
-            each.clip_by_norm(each.config.clip_grad, norm)
-        counts = bool(self._chained) and self.config.log_num_zeros_in_grad
-        num_zeros = self.count_zeros() if counts else None
-        return self.step_with_ready_grads(), norm, num_zeros
+        counts = [count for _, _, count in results if count is not None]
+        return True, float(total.sqrt()), sum(counts) if counts else None
 
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
         """Copy model parameters to main parameters; see `MegatronOptimizer`."""
@@ -194,33 +146,6 @@ class ChainedOptimizer(MegatronOptimizer):
             )
         for each, state in zip(self._chained, state_dict, strict=True):
             each.load_state_dict(state)
-
-
-@library_call(
-    "config model_chunks no_weight_decay_cond scale_lr_cond lr_mult use_gloo_process_groups "
-    "layer_wise_distributed_optimizer",
-    unused="use_gloo_process_groups layer_wise_distributed_optimizer dump_param_to_param_group_map",
-)
-def get_megatron_muon_optimizer(
-    config: OptimizerConfig,
-    model_chunks: Sequence[nn.Module],
-    no_weight_decay_cond: ParamCondition | None = None,
-    scale_lr_cond: ParamCondition | None = None,
-    lr_mult: float = 1.0,
-    *,
-    config_overrides: Mapping[ParamKey, ParamGroupOverride] | None = None,
-    pg_collection: ProcessGroupCollection,
-) -> MegatronOptimizer:
-    """Build the optimizer with Muon for matrices; ``config.optimizer`` is muon or dist_muon."""
-    return get_megatron_optimizer(
-        config,
-        model_chunks,
-        no_weight_decay_cond,
-        scale_lr_cond,
-        lr_mult,
-        config_overrides=config_overrides,
-        pg_collection=pg_collection,
-    )
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:

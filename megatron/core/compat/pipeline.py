@@ -17,7 +17,6 @@ from megatron.core import device
 from megatron.core.compat.utils import get_pg_rank, get_pg_size
 from megatron.core.parallel import parallel_state
 
-Shape = Sequence[int]
 Tensors = Any  # a tensor, or a list of tensors, of which each may be None
 
 
@@ -38,93 +37,63 @@ class P2PCommunicator:
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Tensors:
         """Receive hidden states from the previous stage; None on the first."""
-        return self._each(tensor_shapes, is_first_stage, lambda s: self._exchange(from_prev=s)[0])
+        return self._exchange(self.prev_rank, None, tensor_shapes, is_first_stage)
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Tensors:
         """Receive the gradient of the sent hidden states from the next stage."""
-        return self._each(tensor_shapes, is_last_stage, lambda s: self._exchange(from_next=s)[1])
+        return self._exchange(self.next_rank, None, tensor_shapes, is_last_stage)
 
     def send_forward(self, output_tensors: Tensors, is_last_stage: bool) -> None:
         """Send hidden states to the next stage."""
-        self._each(output_tensors, is_last_stage, lambda t: self._exchange(to_next=t))
+        self._exchange(self.next_rank, output_tensors, None, is_last_stage)
 
     def send_backward(self, input_tensor_grads: Tensors, is_first_stage: bool) -> None:
         """Send the gradient of the received hidden states to the previous stage."""
-        self._each(input_tensor_grads, is_first_stage, lambda t: self._exchange(to_prev=t))
+        self._exchange(self.prev_rank, input_tensor_grads, None, is_first_stage)
 
     def send_forward_recv_backward(
         self, output_tensors: Tensors, tensor_shapes: Any, is_last_stage: bool
     ) -> Tensors:
         """Send hidden states to the next stage and receive a gradient from it."""
-        return self._each(
-            tensor_shapes,
-            is_last_stage,
-            lambda shape, tensor: self._exchange(to_next=tensor, from_next=shape)[1],
-            output_tensors,
-        )
+        return self._exchange(self.next_rank, output_tensors, tensor_shapes, is_last_stage)
 
     def send_backward_recv_forward(
         self, input_tensor_grads: Tensors, tensor_shapes: Any, is_first_stage: bool
     ) -> Tensors:
         """Send a gradient to the previous stage and receive hidden states from it."""
-        return self._each(
-            tensor_shapes,
-            is_first_stage,
-            lambda shape, tensor: self._exchange(to_prev=tensor, from_prev=shape)[0],
-            input_tensor_grads,
-        )
+        return self._exchange(self.prev_rank, input_tensor_grads, tensor_shapes, is_first_stage)
 
-    def _each(self, first: Any, is_at_end: bool, call: Any, *others: Any) -> Tensors:
-        """Call ``call`` for each element, in order; with None where nothing is communicated."""
-        is_list = isinstance(first, list) and not all(isinstance(n, int) for n in first)
-        rows = zip(*(arg if is_list else [arg] for arg in (first, *others)), strict=True)
-        results = [None if is_at_end or row[0] is None else call(*row) for row in rows]
-        return results if is_list else results[0]
-
-    def _exchange(
-        self,
-        *,
-        to_next: Tensor | None = None,
-        to_prev: Tensor | None = None,
-        from_prev: Sequence[int] | None = None,
-        from_next: Sequence[int] | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Send and receive at once; return the tensors from the previous and the next stage."""
+    def _exchange(self, peer: int, tensors: Tensors, shapes: Any, is_at_end: bool) -> Tensors:
+        """Send tensors to, and receive tensors of ``shapes`` from, ``peer``; at an end neither."""
+        given = tensors if shapes is None else shapes
+        if isinstance(given, list) and not all(isinstance(n, int) for n in given):
+            none = [None] * len(given)
+            pairs = zip(tensors or none, shapes or none, strict=True)
+            return [self._exchange(peer, *pair, is_at_end) for pair in pairs]
+        if is_at_end or given is None:
+            return None
         if self.config.variable_seq_lengths:
-            sent = [None if t is None else torch.tensor(t.shape, device=t.device)
-                    for t in (to_next, to_prev)]  # fmt: skip
-            wanted = [None if shape is None else (3,) for shape in (from_prev, from_next)]
-            found = self._post(*sent, *wanted, torch.int64)
-            from_prev, from_next = (None if f is None else f.tolist() for f in found)
+            sizes = None if tensors is None else torch.tensor(tensors.shape, device=tensors.device)
+            received = self._post(peer, sizes, None if shapes is None else (3,), torch.int64)
+            shapes = None if received is None else received.tolist()
         dtype = self.config.pipeline_dtype or self.config.params_dtype
-        received = self._post(to_next, to_prev, from_prev, from_next, dtype)
-        for tensor in received:
-            if tensor is not None:
-                tensor.requires_grad_()
-        return received
+        received = self._post(peer, tensors, shapes, dtype)
+        return None if received is None else received.requires_grad_()
 
     def _post(
-        self,
-        to_next: Tensor | None,
-        to_prev: Tensor | None,
-        from_prev: Sequence[int] | None,
-        from_next: Sequence[int] | None,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        received = []
+        self, peer: int, tensor: Tensor | None, shape: Sequence[int] | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        received = None
         requests = []
-        for tensor, rank in ((to_next, self.next_rank), (to_prev, self.prev_rank)):
-            if tensor is not None:
-                sent = tensor.detach().contiguous()
-                requests.append(dist.P2POp(dist.isend, sent, rank, self.pp_group))
-        for shape, rank in ((from_prev, self.prev_rank), (from_next, self.next_rank)):
-            if shape is not None:
-                buffer = torch.empty(tuple(shape), dtype=dtype, device=device.current())
-                requests.append(dist.P2POp(dist.irecv, buffer, rank, self.pp_group))
-            received.append(None if shape is None else buffer)
-        for work in dist.batch_isend_irecv(requests) if requests else ():
+        if tensor is not None:
+            sent = tensor.detach().contiguous()
+            requests.append(dist.P2POp(dist.isend, sent, peer, self.pp_group))
+        if shape is not None:
+            received = torch.empty(tuple(shape), dtype=dtype, device=device.current())
+            requests.append(dist.P2POp(dist.irecv, received, peer, self.pp_group))
+        for work in dist.batch_isend_irecv(requests):
             work.wait()
-        return received[0], received[1]
+        return received
 
 
 def recv_forward(tensor_shape: Any, config: Any, is_first_stage: bool | None = None) -> Tensors:

@@ -30,7 +30,7 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 @library_call(
     "config model_chunks no_weight_decay_cond scale_lr_cond lr_mult use_gloo_process_groups "
     "default_skip_embedding_weight_decay grad_comm_pgs model_comm_pgs",
-    unused="use_gloo_process_groups dump_param_to_param_group_map",
+    unused="use_gloo_process_groups dump_param_to_param_group_map layer_wise_distributed_optimizer",
 )
 def get_megatron_optimizer(
     config: OptimizerConfig,

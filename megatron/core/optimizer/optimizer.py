@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.errors import CheckpointError, NonFiniteError
@@ -34,13 +33,7 @@ from megatron.core.dist_checkpointing.optimizer import (
 )
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.non_finite import non_finite_gradients
-from megatron.core.optimizer.clip_grads import (
-    count_zeros,
-    counts_here,
-    global_norm,
-    gradient_divisor,
-    squared_norm,
-)
+from megatron.core.optimizer.clip_grads import count_zeros, gradient_divisor, squared_norm
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, GradScaler
 from megatron.core.optimizer.mixed_precision import (
     OptimizedParam,
@@ -103,7 +96,7 @@ class MegatronOptimizer:
             self.rule = Muon(main_groups, config, scalar, self.params, spans, groups)
         else:
             self.rule = update_rule(config.optimizer)(main_groups, config)
-        # Gradients that this rank updates by, from `prepare_grads` to the update.
+        # Gradients that this rank updates by, from `squared_norm` to the update.
         self._grads: list[tuple[ParamInfo, Tensor]] = []
         # Stream of the copies between device and offloaded parameters.
         self._copies: device.Stream | None = None
@@ -119,13 +112,18 @@ class MegatronOptimizer:
         for p in self.params:
             p.model.grad = p.main.grad = None
 
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale; 1 without a gradient scaler."""
+        return 1.0 if self.grad_scaler is None else self.grad_scaler.scale
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss times the loss scale, to call backward on."""
-        return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
+        return loss if self.grad_scaler is None else loss * self.loss_scale
 
     def get_loss_scale(self) -> Tensor:
-        """Return the current loss scale; 1 without a gradient scaler."""
-        return torch.tensor(1.0 if self.grad_scaler is None else self.grad_scaler.scale)
+        """Return `loss_scale` as a tensor."""
+        return torch.tensor(self.loss_scale)
 
     def step(self) -> tuple[bool, float | None, int | None]:
         """Update the parameters; return (whether updated, gradient norm, number of zeros).
@@ -136,15 +134,29 @@ class MegatronOptimizer:
         NonFiniteError.  A pass that the machine rejects raises PassRejected and changes nothing but
         gradients.
         """
-        machine = get_rerun_state_machine()
-        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.scale
+        return self.step_by_norm(self.squared_norm())
+
+    def squared_norm(self) -> Tensor:
+        """Bind the reduced gradients, and return the square of their norm, on the device.
+
+        Collective over the ranks of the model.
+        """
         with self._timed("optimizer-copy-to-main-grad"):
             # The compute stream reads the gradients, too: it allocates those that are missing.
-            grads = [(p.info, p.bind_main_grad()) for p in self.params]
-            self._fetch_offloaded([grad for _, grad in grads])
+            self._grads = [(p.info, p.bind_main_grad()) for p in self.params]
+            self._fetch_offloaded([grad for _, grad in self._grads])
         with self._timed("optimizer-clip-main-grad"):
-            squares = squared_norm(grads, self.groups, is_sharded=self.is_sharded)
-            sent = machine.send_norm(squares, is_checked=self.is_checked)
+            return squared_norm(self._grads, self.groups, is_sharded=self.is_sharded)
+
+    def step_by_norm(self, squares: Tensor) -> tuple[bool, float | None, int | None]:
+        """Do what `step` does, given the square of the norm by which gradients are clipped.
+
+        ``squares``: of the gradients that `squared_norm` has bound, and of those of other
+        optimizers that step together; all of them times this optimizer's loss scale.
+        """
+        machine = get_rerun_state_machine()
+        scale = self.loss_scale
+        sent = machine.send_norm(squares, is_checked=self.is_checked)
         # The device can decide whether the step changes anything.  Offloaded parameters are updated
         # by the host, and zeros are counted in gradients of which torch's kernels leave the
         # unscaled values.
@@ -170,79 +182,13 @@ class MegatronOptimizer:
         if not found_inf and not is_queued:
             if config.log_num_zeros_in_grad:
                 with self._timed("optimizer-count-zeros"):
-                    num_zeros = count_zeros(grads, self.groups, is_sharded=self.is_sharded)
+                    num_zeros = count_zeros(self._grads, self.groups, is_sharded=self.is_sharded)
             # Unscaling and clipping are one division, which the update kernels apply as they read
             # the gradients: the buffers themselves stay scaled.
             squares = torch.tensor(squared, dtype=torch.float64)
             self._update(float(gradient_divisor(squares, scale, config.clip_grad)))
         self.drop_gradients()
         return (False, None, None) if found_inf else (True, norm / scale, num_zeros)
-
-    # -- a step in parts, for programs that do something between them
-
-    @torch.no_grad()
-    def prepare_grads(self) -> bool:
-        """Divide the gradients by the loss scale, in place; return whether to skip the step.
-
-        The step is skipped if a gradient of any rank is not finite.  Collective over the ranks of
-        the model.  Raises NonFiniteError as `step` does.
-        """
-        machine = get_rerun_state_machine()
-        self._grads = self._main_grads()
-        norm = self.get_grad_norm()
-        if self.is_checked:
-            self._validate_norm(machine, norm)
-        machine.check_pass()
-        found_inf = not math.isfinite(norm)
-        scale = 1.0
-        if self.grad_scaler is not None:
-            scale = self.grad_scaler.scale
-            self.grad_scaler.update(found_inf)
-        if found_inf:
-            self.drop_gradients()
-        else:
-            self._divide_grads(scale)
-        return found_inf
-
-    def get_grad_norm(self) -> float:
-        """Return the norm of the gradients of the model.  Collective over its ranks."""
-        return global_norm(self._main_grads(), self.groups, is_sharded=self.is_sharded)
-
-    def clip_grad_norm(self, clip_grad: float) -> float:
-        """Scale the gradients in place to a norm of at most ``clip_grad``; return it as it was.
-
-        Collective over the ranks of the model.
-        """
-        norm = self.get_grad_norm()
-        self.clip_by_norm(clip_grad, norm)
-        return norm
-
-    def clip_by_norm(self, clip_grad: float, norm: float) -> None:
-        """Scale the gradients in place as those of a model whose gradients have this norm."""
-        squares = torch.tensor(norm**2, dtype=torch.float64)
-        self._divide_grads(float(gradient_divisor(squares, 1.0, clip_grad)))
-
-    def count_zeros(self) -> int:
-        """Count the zeros in the gradients of the model.  Collective over its ranks."""
-        return count_zeros(self._main_grads(), self.groups, is_sharded=self.is_sharded)
-
-    @torch.no_grad()
-    def step_with_ready_grads(self) -> bool:
-        """Update the parameters by their gradients as they are; return True.
-
-        Collective if parameters are sharded.
-        """
-        self._fetch_offloaded([grad for _, grad in self._main_grads()])
-        self._update(1.0)
-        self.drop_gradients()
-        return True
-
-    def _main_grads(self) -> list[tuple[ParamInfo, Tensor]]:
-        return self._grads or [(p.info, p.bind_main_grad()) for p in self.params]
-
-    def _divide_grads(self, divisor: float) -> None:
-        if divisor != 1.0 and (grads := [grad for _, grad in self._main_grads()]):
-            torch._foreach_div_(grads, divisor)
 
     # -- names under which projects reach the parts of an optimizer
 
@@ -264,14 +210,6 @@ class MegatronOptimizer:
     def get_parameters(self) -> list[nn.Parameter]:
         """Return the main parameters of this rank."""
         return [p.main for p in self.params]
-
-    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """Return the gradients that this rank counts in the norm."""
-        return [grad for info, grad in self._main_grads() if counts_here(info, self.groups)]
-
-    def get_grad_stats_parallel_group(self) -> ProcessGroup:
-        """Return the ranks over which norms and counts of dense parameters are summed."""
-        return self.groups.intra_dist_opt if self.is_sharded else self.groups.mp
 
     @property
     def is_checked(self) -> bool:

@@ -81,20 +81,13 @@ class HyperCommGrid:
             raise KeyError(f"Process group for {key} hasn't been created. Call create_pg first.")
         return self._pgs[key]
 
-    def get_rank_enum(self, dims: str | Sequence[str]) -> list[list[int]]:
-        """Return the world ranks of every group that spans ``dims``."""
-        return self._grid.groups(*self._order_dims(dims)[0])
-
     def _gen_rank_enum(self, dims: Sequence[str]) -> list[list[int]]:
         """Return the ranks of every group that spans ``dims``, of which the last varies fastest."""
         names = self.dim_names[::-1]
         ranks = np.arange(self.rank_offset, self.rank_offset + self.size).reshape(self.shape[::-1])
         order = [names.index(name) for name in (*(n for n in names if n not in dims), *dims)]
-        groups: list[list[int]] = (
-            ranks.transpose(order)
-            .reshape(-1, prod(self.shape[self.dim_names.index(name)] for name in dims))
-            .tolist()
-        )
+        size = prod(self._grid.sizes[name] for name in dims)
+        groups: list[list[int]] = ranks.transpose(order).reshape(-1, size).tolist()
         return groups
 
     def _order_dims(self, dims: str | Sequence[str]) -> tuple[list[str], str]:
