@@ -25,7 +25,6 @@ from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedTensor,
     ShardedTensorFactory,
-    leaves,
 )
 from megatron.core.process_memory import resident_and_peak
 
@@ -171,11 +170,6 @@ def clean_metadata_for_serialization(metadata: StateDict) -> StateDict:
 # ---- nested dicts and lists ----------------------------------------------------------------
 
 
-def nested_values(x: Nested) -> Iterator[Any]:
-    """Yield the values of nested dicts and lists that are neither dict nor list."""
-    yield from (value for _, value in leaves(x))
-
-
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Nested) -> Nested:
     """Replace each value of nested dicts and lists by ``f`` of it."""
     if isinstance(x, dict):
@@ -185,13 +179,6 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Nested) -> Nested:
     else:
         return f(x)
     return x
-
-
-def dict_list_map_outplace(f: Callable[[Any], Any], x: Nested) -> Nested:
-    """Return a copy of nested dicts and lists with ``f`` of each value."""
-    if isinstance(x, dict):
-        return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
-    return [dict_list_map_outplace(f, v) for v in x] if isinstance(x, list) else f(x)
 
 
 def extract_matching_values(

@@ -27,8 +27,10 @@ core.dist_checkpointing <- core.dist_checkpointing.serialization: load_plain_ten
 core.dist_checkpointing.core <- core.config.errors: CheckpointingException=CheckpointError
 core.dist_checkpointing.core <- core.dist_checkpointing.serialization:
     check_is_distributed_checkpoint
-core.dist_checkpointing.dict_utils <- core.compat.checkpoint: dict_list_map_inplace
-    dict_list_map_outplace diff extract_matching_values nested_values
+core.dist_checkpointing.dict_utils <- core.compat.checkpoint: dict_list_map_inplace diff
+    extract_matching_values
+core.dist_checkpointing.dict_utils <- core.dist_checkpointing.mapping: nested_values=leaves
+    dict_list_map_outplace=map_leaves
 core.dist_checkpointing.serialization <- core.compat.checkpoint: get_default_load_sharded_strategy
     get_default_save_sharded_strategy
 core.dist_checkpointing.serialization <- core.dist_checkpointing.mapping: CommonStateDict

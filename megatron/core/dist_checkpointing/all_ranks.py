@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,10 +45,7 @@ from megatron.core.dist_checkpointing.formats import (
     files_of,
     open_reader,
 )
-from megatron.core.dist_checkpointing.manifest import (
-    MANIFEST,
-    MANIFEST_BESIDE,
-)
+from megatron.core.dist_checkpointing.manifest import MANIFEST, MANIFEST_BESIDE, FileEntries
 from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
 from megatron.core.dist_checkpointing.records import (
     LazyPiece,
@@ -76,6 +73,7 @@ from megatron.core.parallel.collectives import (
     reason_of,
 )
 
+AnyReader = TypeVar("AnyReader", bound=CheckpointReader)
 _MAX_THREADS = 4  # concurrent reads; more threads do not raise throughput
 # Errors that a rank reports in the next collective instead of raising before it, which would leave
 # the others waiting.  torch's out-of-memory errors are RuntimeErrors.
@@ -100,11 +98,50 @@ class SaveResult:
 
 @dataclass(frozen=True, kw_only=True)
 class PendingSave(RankSave):
-    """One rank's view of a save whose temporary folder exists."""
+    """One rank's view of a save whose temporary folder exists.  Methods do not communicate."""
 
-    pending: commit.Pending | None  # only on rank 0
     format: Format
-    retention: Retention
+    pending: commit.Pending | None = None  # only on rank 0
+    retention: Retention = KEEP_ALL
+
+    @property
+    def _pending(self) -> commit.Pending:
+        assert self.pending is not None, "rank 0 publishes"
+        return self.pending
+
+    def publish(self, files: FileEntries) -> Path:
+        """Make the folder with ``files`` a checkpoint; return its path."""
+        return commit.publish(
+            self._pending,
+            self.contents.layout,
+            files,
+            write_config=self.contents.write_config,
+            manifest_name=MANIFEST_BESIDE if self.format.is_foreign else MANIFEST,
+        )
+
+    def abandon(self) -> list[str]:
+        """Remove the folder; return messages that explain why the save failed."""
+        return commit.abandon(self._pending)
+
+    def retire(self) -> tuple[list[int], list[str]]:
+        """Delete older checkpoints; return their iterations, and warnings.
+
+        A failed delete does not fail the save: the new checkpoint is published already.
+        """
+        deleted = []
+        warnings = commit.report_once(self._pending.unreadable)
+        for found in self.retention.select_expired(published(self.folder.parent)):
+            try:
+                assert found.iteration is not None, "published() returns no release"
+                if commit.retire(found.folder, self.attempt, self.iteration):
+                    deleted.append(found.iteration)
+            except REPORTED as error:
+                warnings.append(f"{found.folder} could not be deleted: {reason_of(error)}")
+        return deleted, warnings
+
+    def failed(self, reason: str) -> SaveFailed:
+        """Return the error of this save."""
+        return save_failed(self.folder.parent, self.iteration, reason)
 
 
 def save(
@@ -184,12 +221,6 @@ def not_written(error: BaseException) -> JsonObject:
     return asdict(RankReport(error=reason_of(error)))
 
 
-def reports_of(written: Sequence[JsonObject]) -> tuple[list[RankReport], list[str]]:
-    """Return the reports of all ranks, and the errors among them."""
-    reports = [RankReport.from_json(each) for each in written]
-    return reports, [f"rank {r}: {each.error}" for r, each in enumerate(reports) if each.error]
-
-
 def complete(begun: PendingSave, written: Sequence[JsonObject]) -> JsonObject:
     """On rank 0: publish the folder if all ranks have written, else remove it.  Not collective.
 
@@ -198,44 +229,18 @@ def complete(begun: PendingSave, written: Sequence[JsonObject]) -> JsonObject:
     ``written`` has the result of `write` of each rank.  Retention deletes older checkpoints only
     after the new one and its tracker are on disk.
     """
-    pending = begun.pending
-    assert pending is not None, "rank 0 publishes"
-    reports, errors = reports_of(written)
+    reports = [RankReport.from_json(each) for each in written]
+    errors = [f"rank {r}: {each.error}" for r, each in enumerate(reports) if each.error]
     if errors:
-        return {"error": shorten([*commit.abandon(pending), *errors])}
+        return {"error": shorten([*begun.abandon(), *errors])}
     try:
-        contents = begun.contents
-        more = begun.format.write_common_files(begun.folder, reports, contents.common)
-        folder = commit.publish(
-            pending,
-            contents.layout,
-            {**files_of(reports), **more},
-            write_config=contents.write_config,
-            manifest_name=MANIFEST_BESIDE if begun.format.is_foreign else MANIFEST,
-        )
+        more = begun.format.write_common_files(begun.folder, reports, begun.contents.common)
+        folder = begun.publish({**files_of(reports), **more})
     except REPORTED as error:
-        commit.abandon(pending)
+        begun.abandon()
         return {"error": f"rank 0: {reason_of(error)}"}
-    deleted, warnings = _retire(begun)
-    warnings = [*commit.report_once(pending.unreadable), *warnings]
+    deleted, warnings = begun.retire()
     return {"folder": str(folder), "deleted": deleted, "warnings": warnings}
-
-
-def _retire(begun: PendingSave) -> tuple[list[int], list[str]]:
-    """Delete older checkpoints; return their iterations, and warnings about failed deletes.
-
-    A failed delete does not fail the save: the new checkpoint is published already.
-    """
-    deleted = []
-    warnings = []
-    for found in begun.retention.select_expired(published(begun.folder.parent)):
-        try:
-            assert found.iteration is not None, "published() returns no release"
-            if commit.retire(found.folder, begun.attempt, begun.iteration):
-                deleted.append(found.iteration)
-        except REPORTED as error:
-            warnings.append(f"{found.folder} could not be deleted: {reason_of(error)}")
-    return deleted, warnings
 
 
 def conclude(
@@ -245,7 +250,7 @@ def conclude(
     verdict = broadcast_json(verdict, group)
     assert verdict is not None
     if "error" in verdict:
-        raise save_failed(begun.folder.parent, begun.iteration, verdict["error"])
+        raise begun.failed(verdict["error"])
     return SaveResult(
         Path(verdict["folder"]),
         begun.iteration,
@@ -273,10 +278,10 @@ def load(
     CheckpointError if tensors do not match.  After a read error, ``wanted`` is partly filled.
     """
     check_strictness(strictness)
-    reader, plan = _plan(folder, wanted, cast)
-    stored = reader.tensors if reader is not None else ()
-    agreed = agree(folder, plan, stored, group, strictness, leave_out)
-    assert reader is not None
+    keys = [t.key for t in wanted if t.replica is not None and t.replica.index == 0]
+    reader, agreed = open_agreed(
+        open_reader, folder, wanted, keys, group, strictness, leave_out, cast=cast
+    )
     with reader:
         fill_all = partial(_fill_shared, wanted, reader, replica_groups or {}, cast)
         all_or_none(fill_all, folder, group)
@@ -309,19 +314,33 @@ def _num_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def _plan(
-    folder: Path, wanted: TensorRecords, cast: bool
-) -> tuple[CheckpointReader | None, JsonObject]:
-    """Open the checkpoint and compare it with ``wanted``; return the report for rank 0."""
+def open_agreed(
+    open_folder: Callable[[Path], AnyReader],
+    folder: Path,
+    wanted: TensorRecords,
+    keys: Sequence[str],
+    group: ProcessGroup | None,
+    strictness: str,
+    leave_out: tuple[str, ...],
+    *,
+    cast: bool,
+) -> tuple[AnyReader, Differences]:
+    """Open the checkpoint on every rank; compare its keys with ``keys`` of all ranks.
+
+    Collective.  Raises CheckpointError on every rank alike, also if ``wanted`` does not fit.
+    """
+    stored: Collection[str] = ()
+    plan: JsonObject = {"wanted": list(keys)}
     try:
-        reader = open_reader(folder)
+        reader = open_folder(folder)
+        stored = reader.keys
+        tensors = reader.tensors
+        found = (mismatch(t, tensors[t.key], cast=cast) for t in wanted if t.key in tensors)
+        plan["problems"] = [problem for problem in found if problem]
     except (CheckpointError, OSError) as error:
-        return None, {"error": error_as_json(error)}
-    stored = reader.tensors
-    found = (mismatch(t, stored[t.key], cast=cast) for t in wanted if t.key in stored)
-    problems = [problem for problem in found if problem]
-    keys = [t.key for t in wanted if t.replica is not None and t.replica.index == 0]
-    return reader, {"problems": problems, "wanted": keys}
+        plan["error"] = error_as_json(error)
+    agreed = agree(folder, plan, stored, group, strictness, leave_out)
+    return reader, agreed
 
 
 def save_failed(root: Path, iteration: int, reason: str) -> SaveFailed:

@@ -277,7 +277,12 @@ def detach(begun: PendingSave) -> PendingSave:
 
     Parameters are not copied: they change only in the optimizer step.  Not collective.
     """
-    contents = replace(begun.contents, tensors=(), common=copy.deepcopy(begun.contents.common))
+    contents = replace(
+        begun.contents,
+        tensors=(),
+        rank_state=copy.deepcopy(begun.contents.rank_state),
+        common=copy.deepcopy(begun.contents.common),
+    )
     buffers = [tensor for tensor in begun.tensors if tensor.is_buffer]
     copied = dict(zip(buffers, copy_out(buffers, HostBuffer()), strict=True))
     tensors = [copied.get(tensor, tensor) for tensor in begun.tensors]

@@ -3,34 +3,34 @@
     common.json   "state_dict": the common values, "sharded_objects": each object by its unique key
 
 Tensors among the common values are tensors of the checkpoint whose keys begin with ``common.``.
+In the `Contents` of such a save, ``rank_state`` has this rank's objects by their unique keys.
 Nothing in this module communicates.
 """
 
 from __future__ import annotations
 
-import time
+import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject, Nested, StateDict
-from megatron.core.dist_checkpointing.commit import attempt_id
 from megatron.core.dist_checkpointing.formats import (
-    LIBRARY,
     SAFETENSORS_DIST,
+    Format,
     RankReport,
     RankSave,
-    files_of,
 )
-from megatron.core.dist_checkpointing.manifest import Manifest, write_manifest
+from megatron.core.dist_checkpointing.manifest import FORMAT, MANIFEST, Common, FileEntries
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.plain_values import decode, encode
 from megatron.core.dist_checkpointing.reader import CheckpointReader
+
+logger = logging.getLogger(__name__)
 
 COMMON_TENSOR = "common."  # prefix of the keys of common tensors
 _COMMON = "state_dict"
@@ -45,6 +45,10 @@ class LibraryReader(CheckpointReader):
     def __enter__(self) -> LibraryReader:
         return self
 
+    @property
+    def keys(self) -> Set[str]:
+        return self.tensors.keys() | self.objects
+
     @abstractmethod
     def state(self) -> StateDict:
         """Return the common values."""
@@ -54,52 +58,49 @@ class LibraryReader(CheckpointReader):
         """Return the object with this unique key."""
 
 
-class StateDictFormat(NamedTuple):
-    """How the files of sharded state dicts are written and read.
-
-    ``write_rank(rank_save, objects, common)`` writes one rank's files; objects are by unique key,
-    and the common values are None on all ranks but 0.  ``complete(folder, reports, common)`` runs
-    on rank 0 after all ranks.  Both fsync, and raise OSError and CheckpointError.
-    """
-
-    write_rank: Callable[[RankSave, StateDict, StateDict | None], RankReport]
-    complete: Callable[[Path, Sequence[RankReport], StateDict], None]
-    open: Callable[[Path], LibraryReader]
-
-
-def write_rank(rank_save: RankSave, objects: StateDict, common: StateDict | None) -> RankReport:
-    """Write and fsync the files of one rank.  ``common``: rank 0 only.
+def write_rank_files(rank_save: RankSave) -> RankReport:
+    """Write and fsync the files of one rank.
 
     Raises OSError, and CheckpointError for a value that is not saved.
     """
+    contents = rank_save.contents
+    objects = contents.rank_state or {}
     values: JsonObject = {
         _OBJECTS: {key: encode(entry, key.rpartition("/")[0]) for key, entry in objects.items()}
     }
     tensors: dict[str, Tensor] = {}
-    if common is not None:
-        values[_COMMON] = encode(common, "", tensors)
+    if rank_save.rank == 0:
+        values[_COMMON] = encode(contents.common, "", tensors)
     more = [
         ShardedTensor.from_rank_offsets(COMMON_TENSOR + place, tensor).record()
         for place, tensor in tensors.items()
     ]
-    rank_save = replace(rank_save, tensors=[*rank_save.tensors, *more])
+    rank_save = replace(
+        rank_save,
+        tensors=[*rank_save.tensors, *more],
+        contents=replace(contents, rank_state=None),
+    )
     return replace(SAFETENSORS_DIST.write_rank_files(rank_save), objects=values)
 
 
-def complete(folder: Path, reports: Sequence[RankReport], common: StateDict) -> None:
-    """On rank 0: write and fsync the index, the common values and, last, the manifest."""
+def write_common_files(folder: Path, reports: Sequence[RankReport], common: Common) -> FileEntries:
+    """On rank 0: write and fsync the index and the common values."""
     del common  # rank 0 has reported it
+    begin_again(folder)
     values = {_COMMON: reports[0].objects[_COMMON], _OBJECTS: {}}
     for report in reports:
         values[_OBJECTS] |= report.objects[_OBJECTS]
-    manifest = Manifest(
-        iteration=0,
-        attempt=attempt_id(),
-        published_at_ns=time.time_ns(),
-        layout={LIBRARY: True},
-        files={**files_of(reports), **SAFETENSORS_DIST.write_common_files(folder, reports, values)},
-    )
-    write_manifest(folder, manifest)
+    return SAFETENSORS_DIST.write_common_files(folder, reports, values)
+
+
+def begin_again(folder: Path) -> None:
+    """Delete the manifest of an earlier checkpoint in ``folder``, which is being overwritten."""
+    if (folder / MANIFEST).exists():
+        logger.warning("%s holds a checkpoint, which is overwritten", folder)
+        (folder / MANIFEST).unlink()
+
+
+STATE_DICT = Format(FORMAT, write_rank_files, write_common_files)
 
 
 class SafetensorsFiles(LibraryReader):
@@ -122,6 +123,3 @@ class SafetensorsFiles(LibraryReader):
         if key not in self._objects:
             raise CheckpointError(f"{self.folder} holds no object {key}")
         return decode(self._objects[key], self.read)
-
-
-SAFETENSORS_DIST_STATE = StateDictFormat(write_rank, complete, SafetensorsFiles)

@@ -362,23 +362,27 @@ def split_factory(
     )
 
 
-def leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the entries that are neither dict nor list, with their path for messages."""
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            yield from leaves(entry, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list):
-        for number, entry in enumerate(value):
-            yield from leaves(entry, f"{path}.{number}")
+def leaves(x: Nested) -> Iterator[Any]:
+    """Yield the values of nested dicts and lists that are neither dict nor list."""
+    if isinstance(x, dict | list):
+        for value in x.values() if isinstance(x, dict) else x:
+            yield from leaves(value)
     else:
-        yield path, value
+        yield x
+
+
+def map_leaves(f: Callable[[Any], Any], x: Nested) -> Nested:
+    """Return a copy of nested dicts and lists with ``f`` of each other value."""
+    if isinstance(x, dict):
+        return {key: map_leaves(f, value) for key, value in x.items()}
+    return [map_leaves(f, value) for value in x] if isinstance(x, list) else f(x)
 
 
 def apply_prefix_mapping(
     sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]
 ) -> None:
     """Replace in each entry's key the first prefix of ``prefix_map`` that it begins with."""
-    for _, entry in leaves(sharded_state_dict):
+    for entry in leaves(sharded_state_dict):
         if isinstance(entry, ShardedBase):
             for old, new in prefix_map.items():
                 if entry.key.startswith(old):
@@ -390,7 +394,7 @@ def replace_prefix_for_sharding(
     sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
 ) -> None:
     """Replace the prefix of all keys.  Raises ValueError for a key without it."""
-    for _, entry in leaves(sharded_state_dict):
+    for entry in leaves(sharded_state_dict):
         if isinstance(entry, ShardedBase) and not entry.key.startswith(old_prefix):
             raise ValueError(f"key {entry.key} does not begin with {old_prefix}")
     apply_prefix_mapping(sharded_state_dict, {old_prefix: new_prefix})

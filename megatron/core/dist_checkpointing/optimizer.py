@@ -30,7 +30,7 @@ Entry = ShardedTensor | ShardedTensorFactory
 def entries_by_memory(model_sharded_state_dict: ShardedStateDict) -> dict[int, Entry]:
     """Return the entries of tensors by the address of their values; of tied ones the first."""
     found: dict[int, Entry] = {}
-    for _, entry in leaves(model_sharded_state_dict):
+    for entry in leaves(model_sharded_state_dict):
         if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
             found.setdefault(entry.data.data_ptr(), entry)
     return found

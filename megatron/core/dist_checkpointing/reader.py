@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +78,11 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         self._files: dict[str, int] = {}
         self._entries: dict[tuple[str, str], tuple[torch.dtype, Shape, int]] = {}
         self._opening = threading.Lock()
+
+    @property
+    def keys(self) -> Set[str]:
+        """Keys of what the checkpoint holds, besides values that all ranks share."""
+        return self.tensors.keys()
 
     def common(self) -> JsonObject:
         """Return the state other than tensors that all ranks share."""

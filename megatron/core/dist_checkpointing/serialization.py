@@ -13,41 +13,32 @@ broadcast the verdict; read; gather errors, broadcast the verdict.
 
 from __future__ import annotations
 
-import copy
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject, Nested, StateDict
 from megatron.core.dist_checkpointing import all_ranks
 from megatron.core.dist_checkpointing.async_requests import AsyncRequest
-from megatron.core.dist_checkpointing.background import HostBuffer, copy_out
+from megatron.core.dist_checkpointing.background import HostBuffer, detach, snapshot
 from megatron.core.dist_checkpointing.commit import attempt_id
-from megatron.core.dist_checkpointing.formats import (
-    LIBRARY,
-    Contents,
-    RankReport,
-    RankSave,
-    format_of,
-)
-from megatron.core.dist_checkpointing.library_files import (
-    COMMON_TENSOR,
-    LibraryReader,
-    StateDictFormat,
-)
+from megatron.core.dist_checkpointing.formats import LIBRARY, Contents, Format, format_of
+from megatron.core.dist_checkpointing.library_files import COMMON_TENSOR, LibraryReader
 from megatron.core.dist_checkpointing.manifest import (
     FORMAT,
-    MANIFEST,
+    FileEntries,
+    Manifest,
     fsync_folder,
     read_manifest,
+    write_manifest,
 )
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -58,25 +49,12 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
     leaves,
+    map_leaves,
 )
-from megatron.core.dist_checkpointing.reader import mismatch
-from megatron.core.dist_checkpointing.records import Replica, TensorRecord, TensorRecords
-from megatron.core.dist_checkpointing.validation import (
-    StrictHandling,
-    agree,
-    parse_strict_flag,
-    shorten,
-)
-from megatron.core.parallel.collectives import (
-    all_or_none,
-    broadcast_json,
-    error_as_json,
-    gather_json,
-    rank_in,
-)
+from megatron.core.dist_checkpointing.records import Replica, TensorRecord
+from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
+from megatron.core.parallel.collectives import all_or_none, gather_json, rank_in
 from megatron.core.registry import Registry
-
-logger = logging.getLogger(__name__)
 
 _METADATA = "content_metadata"  # key among the common values
 Strategy: TypeAlias = Any  # (format, version), an object with a ``backend``, or None
@@ -94,30 +72,47 @@ def save(
 ) -> AsyncRequest | None:
     """Write ``sharded_state_dict`` into the existing folder ``checkpoint_dir``.  Collective.
 
-    Every element of every tensor needs exactly one main replica; this is always checked,
-    whatever ``validate_access_integrity`` is.  That common values are equal on all ranks is not.
+    Every element of every tensor needs exactly one main replica.  Without
+    ``validate_access_integrity``, tensors of which all ranks have copies only are not noticed.
+    That common values are equal on all ranks is not checked.
     Raises CheckpointError on every rank alike.  With ``async_sharded_save`` all values are copied,
     and the returned request writes them.
     """
-    del validate_access_integrity, preprocess_common_before_consistancy_check, common_strategy
-    writer = _FORMATS[format_name(sharded_strategy)]
-    group, folder = _world(), Path(checkpoint_dir)
-    error, part = None, _Part(folder, rank_in(group))
+    del preprocess_common_before_consistancy_check, common_strategy
+    group = _world()
+    begun: all_ranks.PendingSave = _FolderSave(
+        folder=Path(checkpoint_dir),
+        rank=rank_in(group),
+        tensors=(),
+        contents=Contents(tensors=()),
+        iteration=0,
+        attempt=attempt_id(),
+        format=_WRITERS[format_name(sharded_strategy)],
+    )
+    written: JsonObject = {}
     try:
-        if not folder.is_dir():
+        if not begun.folder.is_dir():
             raise CheckpointError("this folder does not exist: make it first")
-        part = part.of(sharded_state_dict, content_metadata)
+        begun = _with_contents(
+            begun, sharded_state_dict, content_metadata, notice_copies=validate_access_integrity
+        )
         if async_sharded_save:
-            part = part.copied()
-    except all_ranks.REPORTED as problem:
-        error = all_ranks.not_written(problem)
-    written: JsonObject = error or {}
-    write = partial(_write, part, writer, written)
-    conclude = partial(_conclude, part, writer, written, group)
+            begun = snapshot(detach(begun), HostBuffer())
+    except all_ranks.REPORTED as error:
+        written |= all_ranks.not_written(error)
+
+    def write() -> None:
+        written.update(written or all_ranks.write(begun))
+
+    def conclude() -> None:
+        elsewhere = RuntimeError("the request ran in another process: run it in a thread of this")
+        reports = gather_json(written or all_ranks.not_written(elsewhere), group)
+        verdict = None if reports is None else all_ranks.complete(begun, reports)
+        all_ranks.conclude(begun, verdict, group)
+
     if async_sharded_save:
-        return AsyncRequest(None if error else write, (), [conclude])
-    if error is None:
-        write()
+        return AsyncRequest(write, (), [conclude])
+    write()
     conclude()
     return None
 
@@ -142,20 +137,18 @@ def load(
     del validate_access_integrity, common_strategy
     format_name(sharded_strategy)
     group, folder, mode = _world(), Path(checkpoint_dir), parse_strict_flag(strict)
-    built: dict[int, object] = {}
-    entries = [entry for _, entry in leaves(_build(sharded_state_dict, built))]
+    built: dict[int, Nested] = {}
+    entries = list(leaves(_build(sharded_state_dict, built)))
     asked = {_key_of(entry): entry for entry in entries if isinstance(entry, ShardedBase)}
     records = [_to_load(entry) for entry in entries if isinstance(entry, ShardedTensor)]
-    reader, plan = _plan(folder, records, list(asked))
-    stored = set() if reader is None else {*reader.tensors, *reader.objects}
-    stored = {key for key in stored if _EXTRA_STATE not in key or key in asked}
     # Megatron Core's default allows unused keys in the checkpoint.
     is_default = mode is StrictHandling.ASSUME_OK_UNEXPECTED
     how = StrictHandling.RAISE_UNEXPECTED if is_default else mode
-    differences = agree(folder, plan, stored, group, how.value, (COMMON_TENSOR,))
-    assert reader is not None
+    reader, differences = all_ranks.open_agreed(
+        open_files, folder, records, list(asked), group, how.value, (COMMON_TENSOR,), cast=True
+    )
     with reader:
-        present = {key for key in asked if key in stored}
+        present = asked.keys() - set(differences.absent)
 
         def read() -> tuple[StateDict, StateDict]:
             all_ranks.fill(records, reader, cast=True)
@@ -248,23 +241,28 @@ def open_files(checkpoint_dir: str | Path) -> LibraryReader:
     if not folder.is_dir():
         raise CheckpointError(f"Checkpoint directory {folder} does not exist")
     name = format_of(folder) or ""
-    manifest = read_manifest(folder) if name == FORMAT else None
-    if name == "torch_dist" or (manifest is not None and manifest.layout.get(LIBRARY)):
-        return _FORMATS[name].open(folder)
-    return _FORMATS["application"].open(folder)
+    if name == FORMAT and (manifest := read_manifest(folder)) is not None:
+        name = LIBRARY if manifest.layout.get(LIBRARY) else name
+    return _READERS[name if name in _READERS else FORMAT](folder)
 
 
 _HERE = "megatron.core.dist_checkpointing"
-_FORMATS: Registry[StateDictFormat] = Registry(
+_WRITERS: Registry[Format] = Registry(
     "--ckpt-format",
     {
-        FORMAT: f"{_HERE}.library_files:SAFETENSORS_DIST_STATE",
-        "torch_dist": f"{_HERE}.megatron_formats.library:TORCH_DIST_STATE",
-        "application": f"{_HERE}.megatron_formats.library:OF_APPLICATION",
+        FORMAT: f"{_HERE}.library_files:STATE_DICT",
+        "torch_dist": f"{_HERE}.megatron_formats.library:STATE_DICT",
+    },
+)
+_READERS: Registry[type[LibraryReader]] = Registry(
+    "--ckpt-format",
+    {
+        LIBRARY: f"{_HERE}.library_files:SafetensorsFiles",
+        "torch_dist": f"{_HERE}.megatron_formats.library:TorchDistFiles",
+        FORMAT: f"{_HERE}.megatron_formats.library:ApplicationFiles",
     },
 )
 _ABSENT = object()  # marks an entry to remove from the state dict
-_EXTRA_STATE = "_extra_state/"  # Megatron Core's empty objects, which modules here do not have
 
 
 def format_name(strategy: Strategy) -> str:
@@ -272,7 +270,7 @@ def format_name(strategy: Strategy) -> str:
     if strategy is None:
         return FORMAT
     name = strategy[0] if isinstance(strategy, tuple) else getattr(strategy, "backend", strategy)
-    if name not in (FORMAT, "torch_dist"):
+    if name not in _WRITERS:
         raise CheckpointError(
             f"strategy {strategy!r} is not available: leave it out, or give one of format "
             f"{FORMAT} or torch_dist"
@@ -289,95 +287,85 @@ def _key_of(entry: ShardedBase) -> str:
     return entry.unique_key if isinstance(entry, ShardedObject) else entry.key
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What one rank writes.  ``common`` is None on all ranks but 0."""
+@dataclass(frozen=True, kw_only=True)
+class _FolderSave(all_ranks.PendingSave):
+    """One rank's view of a save into a folder of the caller, which may have other files."""
 
-    folder: Path
-    rank: int
-    records: TensorRecords = ()
-    objects: StateDict = field(default_factory=dict)
-    common: StateDict | None = None
+    def publish(self, files: FileEntries) -> Path:
+        """Write the manifest of our own format; others have written their index."""
+        if not self.format.is_foreign:
+            manifest = Manifest(
+                iteration=0,
+                attempt=self.attempt,
+                published_at_ns=time.time_ns(),
+                layout={LIBRARY: True},
+                files=files,
+            )
+            write_manifest(self.folder, manifest)
+        fsync_folder(self.folder)
+        return self.folder
 
-    def of(self, sharded_state_dict: ShardedStateDict, metadata: StateDict | None) -> _Part:
-        """Return the part of this rank.  Raises CheckpointError for an entry without data."""
-        built = _build(sharded_state_dict, {})
-        records: dict[object, TensorRecord] = {}
-        objects = {}
-        for _, entry in leaves(built):
-            if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
-                place = entry.key, entry.global_offset, str(entry.flattened_range)
-                records.setdefault(place, entry.record())  # tied weights are one tensor
-            elif isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
-                objects[entry.unique_key] = entry.data
-        common = None
-        if self.rank == 0:
-            sharded = (ShardedBase, LocalNonpersistentObject)
-            plain = partial(_unless, sharded)
-            common = _filled(sharded_state_dict, {}, plain, {})
-            if metadata is not None:
-                common[_METADATA] = metadata
-        return replace(self, records=list(records.values()), objects=objects, common=common)
+    def abandon(self) -> list[str]:
+        """Leave the folder to the caller."""
+        return []
 
-    def copied(self) -> _Part:
-        """Return the part with copies of all values, which training does not change."""
-        return replace(
-            self,
-            records=copy_out(self.records, HostBuffer()),
-            objects=copy.deepcopy(self.objects),
-            common=copy.deepcopy(self.common),
-        )
+    def retire(self) -> tuple[list[int], list[str]]:
+        """Delete nothing."""
+        return [], []
+
+    def failed(self, reason: str) -> all_ranks.SaveFailed:
+        """Return the error of this save."""
+        return all_ranks.SaveFailed(f"{self.folder} was not saved: {reason}")
 
 
-def _unless(types: tuple[type, ...], entry: object) -> object:
-    return _ABSENT if isinstance(entry, types) else entry
+def _with_contents(
+    begun: all_ranks.PendingSave,
+    sharded_state_dict: ShardedStateDict,
+    metadata: StateDict | None,
+    *,
+    notice_copies: bool,
+) -> all_ranks.PendingSave:
+    """Return the save with what this rank writes.
+
+    Raises CheckpointError for an entry without data.
+    """
+    mine: dict[object, ShardedTensor] = {}
+    copies: dict[str, ShardedTensor] = {}
+    objects = {}
+    for entry in leaves(_build(sharded_state_dict, {})):
+        if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
+            place = entry.key, entry.global_offset, str(entry.flattened_range)
+            first = mine.setdefault(place, entry)  # tied weights are one tensor
+            if first.data is not entry.data and not _is_same_memory(first.data, entry.data):
+                raise CheckpointError(
+                    f"{entry.key}: two entries of one rank are this part of the tensor, with "
+                    "different values: give one of them another key, or a replica_id above 0"
+                )
+        elif isinstance(entry, ShardedTensor) and entry.data is not None and notice_copies:
+            copies[entry.key] = entry
+        elif isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
+            objects[entry.unique_key] = entry.data
+    common: StateDict = {}
+    if begun.rank == 0:
+        common = _filled(sharded_state_dict, {}, _unless_sharded, {})
+        if metadata is not None:
+            common[_METADATA] = metadata
+    contents = Contents(tensors=(), rank_state=objects, common=common)
+    tensors = [entry.record() for entry in mine.values()]
+    # Without values: so a tensor of which all ranks have copies only is noticed.
+    tensors += [replace(entry.record(), pieces=()) for entry in copies.values()]
+    return replace(begun, tensors=tensors, contents=contents)
 
 
-def _write(part: _Part, writer: StateDictFormat, written: JsonObject) -> None:
-    """Write the files of this rank; put its report, or its error, into ``written``."""
-    rank_save = RankSave(
-        folder=part.folder,
-        rank=part.rank,
-        tensors=part.records,
-        contents=Contents(tensors=()),
-        iteration=0,
-        attempt=attempt_id(),
-    )
-    try:
-        written |= asdict(writer.write_rank(rank_save, part.objects, part.common))
-    except all_ranks.REPORTED as error:
-        written |= all_ranks.not_written(error)
+def _is_same_memory(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return False
+    return first.data_ptr() == second.data_ptr() and first.shape == second.shape
 
 
-def _conclude(
-    part: _Part, writer: StateDictFormat, written: JsonObject, group: ProcessGroup | None
-) -> None:
-    """Complete the folder on rank 0, or raise CheckpointError on all ranks.  Collective."""
-    if not written:
-        ran_apart = RuntimeError("the request ran in another process: run it in a thread of this")
-        written = all_ranks.not_written(ran_apart)
-    gathered = gather_json(written, group)
-    error = None
-    if gathered is not None:
-        reports, errors = all_ranks.reports_of(gathered)
-        error = shorten(errors) if errors else _complete(part, writer, reports)
-    error = broadcast_json(error, group)
-    if error:
-        raise CheckpointError(f"{part.folder} was not saved: {error}")
-
-
-def _complete(part: _Part, writer: StateDictFormat, reports: Sequence[RankReport]) -> str | None:
-    """On rank 0: write what remains.  Returns an error message, or None."""
-    assert part.common is not None, "rank 0 has the common values"
-    try:
-        if (part.folder / MANIFEST).exists():
-            logger.warning("%s holds a checkpoint, which is overwritten", part.folder)
-            (part.folder / MANIFEST).unlink()
-        writer.complete(part.folder, reports, part.common)
-        fsync_folder(part.folder)
-    except all_ranks.REPORTED as error:
-        return str(error)
-    return None
+def _unless_sharded(entry: object) -> object:
+    is_sharded = isinstance(entry, ShardedBase | LocalNonpersistentObject)
+    return _ABSENT if is_sharded else entry
 
 
 def _to_load(entry: ShardedTensor) -> TensorRecord:
@@ -386,40 +374,27 @@ def _to_load(entry: ShardedTensor) -> TensorRecord:
     return replace(entry.record(), replica=Replica())
 
 
-def _plan(
-    folder: Path, records: TensorRecords, keys: Sequence[str]
-) -> tuple[LibraryReader | None, JsonObject]:
-    """Open the checkpoint and compare it with ``records``; return the report for rank 0."""
-    try:
-        reader = open_files(folder)
-    except (CheckpointError, OSError) as error:
-        return None, {"error": error_as_json(error)}
-    stored = reader.tensors
-    found = (mismatch(t, stored[t.key], cast=True) for t in records if t.key in stored)
-    return reader, {"problems": [problem for problem in found if problem], "wanted": [*keys]}
-
-
-def _build(value: object, built: dict[int, object]) -> Any:
+def _build(value: Nested, built: dict[int, Nested]) -> Nested:
     """Return a copy of the tree in which each factory is replaced by the tree that it builds.
 
     Those trees are added to ``built``, by the id of their factory.
     """
-    if isinstance(value, dict):
-        return {key: _build(entry, built) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_build(entry, built) for entry in value]
-    if isinstance(value, ShardedTensorFactory):
-        tree = _build(value.build(), built)
-        built[id(value)] = tree
+
+    def build(entry: object) -> Nested:
+        if not isinstance(entry, ShardedTensorFactory):
+            return entry
+        tree = _build(entry.build(), built)
+        built[id(entry)] = tree
         return tree
-    return value
+
+    return map_leaves(build, value)
 
 
 def _filled(
     requested: object,
     common: Nested,
     value_of: Callable[[object], object],
-    built: Mapping[int, object],
+    built: Mapping[int, Nested],
 ) -> Nested:
     """Return the tree ``common`` with the values of the leaves of ``requested``.
 
@@ -429,7 +404,7 @@ def _filled(
     """
     if isinstance(requested, ShardedTensorFactory) and id(requested) in built:
         tree = built[id(requested)]
-        if any(value_of(entry) is _ABSENT for _, entry in leaves(tree)):
+        if any(value_of(entry) is _ABSENT for entry in leaves(tree)):
             return common
         return requested.merge_fn(_filled(tree, _ABSENT, value_of, {}))
     if isinstance(requested, dict):

@@ -63,6 +63,7 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
 
 
 _SHOWN = 8
+_EXTRA_STATE = "_extra_state/"  # Megatron Core's empty objects, which modules here do not have
 # State that may be absent: fp8 scales are computed again from new amax values.
 AMAX_HISTORY = ".quantizer.amax_history"
 
@@ -119,7 +120,8 @@ def _differences(
         raise CheckpointError(text)
     requested = {key for plan in plans for key in plan["wanted"]}
     absent = sorted(requested.difference(stored))
-    unused = sorted({key for key in stored if not key.startswith(leave_out)} - requested)
+    left_out = {key for key in stored if key.startswith(leave_out) or _EXTRA_STATE in key}
+    unused = sorted(set(stored) - requested - left_out)
     _forbid(absent, unused, strictness, folder)
     return absent, unused
 

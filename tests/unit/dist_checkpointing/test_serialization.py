@@ -112,6 +112,22 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path, entry: Any, message: str)
     assert not (tmp_path / "metadata.json").exists()
 
 
+@pytest.mark.parametrize("kind", ["safetensors_dist", "torch_dist"])
+def test_every_tensor_has_one_main_replica(tmp_path: Path, kind: str) -> None:
+    def save(**entries: ShardedTensor) -> None:
+        dist_checkpointing.save(entries, tmp_path, (kind, 1))
+
+    weight = torch.ones(2)
+    save(a=tensor_of("w", weight), tied=tensor_of("w", weight))
+    with pytest.raises(CheckpointError, match="w: two entries of one rank are this part"):
+        save(a=tensor_of("w", weight), b=tensor_of("w", torch.zeros(2)))
+    with pytest.raises(CheckpointError, match="w: 2 of its 2 elements have no writer"):
+        save(a=replace(tensor_of("w", weight), replica_id=1))
+    flat = replace(tensor_of("w", torch.ones(2, 2)), replica_id=1)
+    with pytest.raises(CheckpointError, match="w: 4 of its 4 elements have no writer"):
+        save(a=replace(flat, data=torch.ones(2), flattened_range=slice(0, 2)))
+
+
 def test_a_missing_folder_and_other_strategies_are_errors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="this folder does not exist: make it first"):
         dist_checkpointing.save({"a": 1}, tmp_path / "none")

@@ -29,6 +29,7 @@ from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -252,25 +253,44 @@ def _boxes(tensor: TensorRecord) -> Iterator[tuple[Shape, Shape, Piece | LazyPie
 def write_common_stacked(
     folder: Path, reports: Sequence[RankReport], common: Common
 ) -> FileEntries:
-    """Write and fsync the values common to all ranks: ``.metadata``, common.pt, metadata.json."""
-    files: FileEntries = {}
+    """Write and fsync the values common to all ranks, in Megatron-LM's form."""
+    objects: StateDict = {}
     layout = layout_of(common["args"])
-    with new_file(folder, len(reports), common["iteration"], files) as extra:
-        tensors, objects, unflattened = merge_stacked(reports, extra)
-        for rank, report in enumerate(reports if layout else ()):
-            key, at = rng_shard(layout, rank)
-            if RNG_STATE in report.objects and not (at["dp"] or at["cp"]):
-                objects[key] = extra.add([[reference_rng(report.objects[RNG_STATE])]])
+    for rank, report in enumerate(reports if layout else ()):
+        key, at = rng_shard(layout, rank)
+        if RNG_STATE in report.objects and not (at["dp"] or at["cp"]):
+            objects[key] = [reference_rng(report.objects[RNG_STATE])]
     values = reference_values(common) | rerun_entry(report.objects for report in reports)
     content: StateDict = {"chained_optim_avoid_prefix": True, "singleton_local_shards": False}
     if common.get("optimizer") is not None:
         values["optimizer"] = optimizer_entry(common)
         if is_distributed(common):
             content["distrib_optim_sharding_type"] = _SHARDING
+    values["content_metadata"] = content
+    return write_stacked(folder, reports, values, step=common["iteration"], objects=objects)
+
+
+def write_stacked(
+    folder: Path,
+    reports: Sequence[RankReport],
+    values: Common,
+    *,
+    step: int = 0,
+    objects: Mapping[str, object] = MappingProxyType({}),
+    stored: Mapping[str, JsonObject] = MappingProxyType({}),
+) -> FileEntries:
+    """Write and fsync ``.metadata``, common.pt with ``values``, and metadata.json.
+
+    ``objects`` are written; ``stored`` has the places of those that the ranks have written.
+    """
+    files: FileEntries = {}
+    with new_file(folder, len(reports), step, files) as extra:
+        tensors, places, unflattened = merge_stacked(reports, extra)
+        places |= {key: extra.add([value]) for key, value in objects.items()}
     return {
         **files,
-        METADATA: write_metadata(folder, tensors, objects, unflattened=unflattened),
-        COMMON_FILE: save_archive(folder / COMMON_FILE, {**values, "content_metadata": content}),
+        METADATA: write_metadata(folder, tensors, {**places, **stored}, unflattened=unflattened),
+        COMMON_FILE: save_archive(folder / COMMON_FILE, values),
         MANIFEST: write_text(folder / MANIFEST, json.dumps(BACKENDS)),
     }
 

@@ -8,7 +8,6 @@ it.  What the application saved in another format is shown under Megatron Core's
 from __future__ import annotations
 
 import enum
-import json
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,24 +20,23 @@ from torch import Tensor
 from megatron.core import enums
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import Arguments, JsonObject, Nested, StateDict, Unpickled
-from megatron.core.dist_checkpointing.formats import RankReport, RankSave, open_reader
+from megatron.core.dist_checkpointing.formats import Format, RankReport, RankSave, open_reader
 from megatron.core.dist_checkpointing.library_files import (
     COMMON_TENSOR,
     LibraryReader,
     SafetensorsFiles,
-    StateDictFormat,
+    begin_again,
 )
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_FILE,
-    MANIFEST,
     METADATA,
+    Common,
+    FileEntries,
     parsing,
-    write_text,
 )
 from megatron.core.dist_checkpointing.megatron_formats.archive import (
     StoredArray,
     load_archive,
-    save_archive,
 )
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import (
     DcpIndex,
@@ -46,13 +44,10 @@ from megatron.core.dist_checkpointing.megatron_formats.dcp_index import (
     ForeignPiece,
 )
 from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import (
-    BACKENDS,
     Part,
-    merge_stacked,
-    new_file,
     optimizer_entry,
     stacked_parts,
-    write_metadata,
+    write_stacked,
     write_tensors,
 )
 from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import ForeignReader, span_of
@@ -63,9 +58,11 @@ from megatron.core.dist_checkpointing.reader import Box, CheckpointReader, Store
 from megatron.core.dist_checkpointing.records import LazyPiece, Piece, TensorRecord
 
 
-def write_rank(rank_save: RankSave, objects: StateDict, common: StateDict | None) -> RankReport:
+def write_rank_files(rank_save: RankSave) -> RankReport:
     """Write and fsync the file of one rank.  Not collective.  Raises OSError."""
-    del common  # rank 0 writes it at the end
+    contents = rank_save.contents
+    objects = contents.rank_state
+    rank_save = replace(rank_save, contents=replace(contents, rank_state=None))
     return write_tensors(rank_save, parts_of=_as_they_are, objects=objects)
 
 
@@ -74,20 +71,18 @@ def _as_they_are(whole: TensorRecord, arguments: Arguments) -> Iterator[Part]:
     del arguments
     lead = len(whole.stacked)
     pieces = tuple(Piece(p.offset[lead:], p.data[(0,) * lead]) for p in whole.pieces)
-    if pieces:
-        shape = whole.global_shape[lead:]
-        place = whole.pieces[0].offset[:lead]
-        yield whole.key, place, replace(whole, global_shape=shape, pieces=pieces)
+    place = whole.pieces[0].offset[:lead] if pieces else (0,) * lead
+    yield whole.key, place, replace(whole, global_shape=whole.global_shape[lead:], pieces=pieces)
 
 
-def complete(folder: Path, reports: Sequence[RankReport], common: StateDict) -> None:
+def write_common_files(folder: Path, reports: Sequence[RankReport], common: Common) -> FileEntries:
     """Write and fsync the values common to all ranks and, last, ``metadata.json``."""
+    begin_again(folder)
     stored = {key: place for report in reports for key, place in report.objects.items()}
-    with new_file(folder, len(reports), 0, {}) as extra:
-        tensors, empty, unflattened = merge_stacked(reports, extra)
-    write_metadata(folder, tensors, empty | stored, unflattened=unflattened)
-    save_archive(folder / COMMON_FILE, common)
-    write_text(folder / MANIFEST, json.dumps(BACKENDS))
+    return write_stacked(folder, reports, common, stored=stored)
+
+
+STATE_DICT = Format("torch_dist", write_rank_files, write_common_files, is_foreign=True)
 
 
 class TorchDistFiles(ForeignReader, LibraryReader):
@@ -234,7 +229,3 @@ def _array(reader: CheckpointReader, key: str, piece: StoredBox) -> StoredArray:
         return values.reshape(-1)[first : first + count]
 
     return StoredArray(torch.empty(piece.shape, dtype=dtype, device="meta"), elements)
-
-
-TORCH_DIST_STATE = StateDictFormat(write_rank, complete, TorchDistFiles)
-OF_APPLICATION = StateDictFormat(write_rank, complete, ApplicationFiles)
