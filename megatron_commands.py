@@ -121,7 +121,7 @@ def completion(shell: str) -> str:
     commands = {"megatron-train": "pretrain_gpt.py", **TOOLS}
     asked = {
         name: subprocess.Popen(
-            [sys.executable, program(file), "--help"], stdout=subprocess.PIPE, text=True
+            [sys.executable, program(file), "--help", "all"], stdout=subprocess.PIPE, text=True
         )
         for name, file in commands.items()
     }

@@ -25,6 +25,7 @@ from megatron.core.optional import available
 from megatron.inference.engine_flags import engine_options, generation_layout
 from megatron.inference.generation import Writer, open_writer
 from megatron.inference.server.engine_link import EngineInfo
+from megatron.training.arguments.argument_parser import Parser
 from megatron.training.arguments.parser import parse_args
 from megatron.training.initialize import shut_down
 from megatron.training.process.exit_report import exit_code
@@ -226,6 +227,8 @@ def warnings_of(words: Sequence[str]) -> list[str]:
 
 def add_server_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of the server to those of the model."""
+    if isinstance(parser, Parser):
+        parser.flags_of_tool = [f for f in _READ if f in parser._option_string_actions]
     add_front_end_flags(parser)
     group = parser.add_argument_group("engine")
     group.add_argument("--max-batch-size", type=int, help="requests that run at the same time")

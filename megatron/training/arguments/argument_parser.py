@@ -22,14 +22,16 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser that continues after a bad value and suggests spellings.
 
     ``problems`` collects the error messages, ``warnings`` the warnings.  ``replaced``: dests of the
-    flags in whose place a program has put flags of its own.
+    flags in whose place a program has put flags of its own.  ``flags_of_tool``: the flags that a
+    program reads which does not train, for --help.
     """
 
     def __init__(self, *, description: str, usage: str) -> None:
-        super().__init__(description=description, usage=usage, allow_abbrev=False)
+        super().__init__(description=description, usage=usage, allow_abbrev=False, add_help=False)
         self.problems: list[str] = []
         self.warnings: list[str] = []
         self.replaced: list[str] = []
+        self.flags_of_tool: Sequence[str] = ()
 
     @contextlib.contextmanager
     def may_replace(self, flags: Collection[str]) -> Iterator[None]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron.core.config.option import flag_of, options_of
 from megatron.training.arguments.argument_parser import Parser
 from megatron.training.arguments.config_file import read_config_file, set_defaults_from
+from megatron.training.arguments.help import HelpAction
 from megatron.training.arguments.options import add_options, groups_of, help_line
 from megatron.training.arguments.sections import ALL_CLASSES, flags_and_defaults
 from megatron.training.config.mimo import MimoConfig
@@ -36,6 +37,13 @@ def build_parser(extra_args_provider: ExtraArgsProvider | None = None) -> Parser
     parser = Parser(
         description="Train large transformers. Switches are off unless given.",
         usage="%(prog)s [flags]",
+    )
+    parser.add_argument(
+        *("-h", "--help", "--help-all"),
+        action=HelpAction,
+        default=argparse.SUPPRESS,
+        metavar="[FLAG | TOPIC | all]",
+        help="Print the flags of a first run, a flag, a topic, or all flags.",
     )
     add_megatron_arguments(parser)
     if extra_args_provider is not None:

@@ -61,6 +61,9 @@ def test_every_flag_of_communicators_is_in_the_table_with_its_state() -> None:
     assert told == {flag: s for flag, s in found.items() if COMMUNICATION.search(flag)}
 
 
+HELP = {"-h", "--help", "--help-all"}
+
+
 def test_every_refusal_is_explained() -> None:
     told = set(re.findall(r"`(--[\w-]+)[`\s]", section("Refused flags")))
     options = [(flag_of(f, opt), opt) for f, opt in flags_page.declared()]
@@ -68,7 +71,7 @@ def test_every_refusal_is_explained() -> None:
 
 
 def test_every_flag_of_our_own_is_named() -> None:
-    reference = {spelling for g in GOLDEN for spelling in g["flags"]} | {"-h", "--help"}
+    reference = {spelling for g in GOLDEN for spelling in g["flags"]} | HELP
     own = {s for action in build_parser()._actions for s in action.option_strings} - reference
     named = set(re.findall(r"`(--[\w-]+)[`\s]", PAGE))
     assert own <= named
@@ -83,4 +86,4 @@ def test_the_page_of_flags_has_a_row_for_every_flag() -> None:
     known = {s for action in build_parser()._actions for s in action.option_strings}
     rows = [line for line in flags_page.render().splitlines() if line.startswith("| `--")]
     shown = set(re.findall(r"`(--[\w-]+)`", "".join(row.split(" | ")[0] for row in rows)))
-    assert known - {"-h", "--help"} <= shown
+    assert known - HELP <= shown

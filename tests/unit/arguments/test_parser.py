@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 
 import pytest
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.parse import int_pair, layer_frequency, member_of, strict_bool
 from megatron.core.enums import AttnBackend
+from megatron.training.arguments.help import FIRST_RUN
 from megatron.training.arguments.options import GROUPS
 from megatron.training.arguments.parser import PARSE_WARNINGS, build_parser, parse_args
 from megatron.training.arguments.resolve import resolve
@@ -97,7 +100,7 @@ def test_unknown_flags_can_be_left_to_others() -> None:
 
 def test_help_lists_every_flag_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        parse_args(argv=["--help"])
+        parse_args(argv=["--help-all"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
     parser = build_parser()
@@ -107,6 +110,49 @@ def test_help_lists_every_flag_with_a_sentence(capsys: pytest.CaptureFixture[str
         assert action.help.count(".") >= 1 or action.dest == "help", action.dest
     headings = [line[:-1] for line in text.splitlines() if line[:-1] in GROUPS]
     assert headings == list(GROUPS)
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return what --help prints for ``words``."""
+    with pytest.raises(SystemExit) as ended:
+        parse_args(argv=["--lr", "1", "--help", *words])
+    said = capsys.readouterr()
+    assert (ended.value.code, said.err) in ((0, ""), (2, said.err))
+    return said.out + said.err
+
+
+def flags_in(text: str) -> set[str]:
+    """Return the flags that ``text`` explains."""
+    return set(re.findall(r"^  (--[\w-]+)", text, re.MULTILINE))
+
+
+def test_help_begins_with_a_first_run(capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys)
+    assert flags_in(text) == {*FIRST_RUN}
+    assert len(text.splitlines()) < 100
+    (example,) = re.findall(r"example.*?\n\n", text, re.DOTALL)
+    words = shlex.split(example.replace("\\\n", " "))
+    args = parse_args(argv=words[words.index("--mock-data") :])
+    assert args.mock_data
+    assert args.train_iters == 50
+
+
+@pytest.mark.parametrize("word", ["--lora-rank", "lora-rank", "lora_rank"])
+def test_help_explains_a_flag(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    assert flags_in(told(capsys, word)) == {"--lora-rank"}
+
+
+def test_help_explains_a_topic_and_what_a_word_has_to_do_with(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    adapters = flags_in(told(capsys, "adapters"))
+    assert {"--lora-rank", "--lora-alpha"} <= adapters
+    assert "--lr" not in adapters
+    assert flags_in(told(capsys, "learning", "rate")) >= {"--lr", "--min-lr"}
+    assert flags_in(told(capsys, "mrope")) == {"--mrope-section"}
+    assert "flags have to do with size; --help FLAG" in told(capsys, "size")
+    assert "--help epohcs: no flag has to do with it" in told(capsys, "epohcs")
+    assert "no flag has to do with it: use --load" in told(capsys, "resume-from-checkpoint")
 
 
 def test_a_switch_both_ways_knows_three_answers() -> None:
