@@ -274,7 +274,7 @@ _LAYER = _in(
     _in(
         f"{_CORE}/transformer/attention.py",
         "SelfAttentionBase.forward",
-        _in(f"{_CORE}/transformer/attention.py", "SelfAttention.queries_keys_values"),
+        _in(f"{_CORE}/transformer/attention.py", "SelfAttention.rotated"),
         _in(
             f"{_CORE}/transformer/dot_product_attention.py",
             "DotProductAttention.forward",

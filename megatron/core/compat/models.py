@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.models.mamba.mamba_model import MambaModel
+from megatron.core.params.param_init import Init
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.rope import RopeScaling, RotaryEmbedding, yarn_mscale
@@ -107,6 +108,22 @@ class HuggingFaceModule(MegatronModule):
 def get_norm(config: TransformerConfig) -> nn.Module:
     """Return a norm of hidden states, as ``config.normalization`` names it."""
     return Norm(config, config.hidden_size, config.layernorm_epsilon)
+
+
+def get_linear_layer(
+    rows: int, columns: int, init_method: Init, perform_initialization: bool = True
+) -> nn.Linear:
+    """Return torch's layer of ``rows`` inputs, whose bias is zero."""
+    layer = nn.Linear(rows, columns)
+    if perform_initialization:
+        init_method(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
+    """Set the scores of hidden keys to -10000, in place."""
+    return attention_scores.masked_fill_(attention_mask, -10000.0)
 
 
 def erf_gelu(x: Tensor) -> Tensor:

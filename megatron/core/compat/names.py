@@ -115,8 +115,7 @@ legacy.model.fused_bias_gelu <- core.fusions.fused_bias_gelu: bias_gelu_impl
 legacy.model.fused_softmax <- core.fusions.fused_softmax: FusedScaleMaskSoftmax
 legacy.model.module <- core.transformer.module: MegatronModule
 legacy.model.utils <- core.activations: openai_gelu
-legacy.model.utils <- core.compat.checkpoint: attention_mask_func get_linear_layer
-legacy.model.utils <- core.compat.models: erf_gelu get_norm
+legacy.model.utils <- core.compat.models: attention_mask_func erf_gelu get_linear_layer get_norm
 legacy.model.utils <- core.utils: init_method_normal scaled_init_method_normal
 # -- Transformer layers
 core.extensions.transformer_engine <- core.compat.transformer: get_cpu_offload_context te_checkpoint
@@ -139,7 +138,7 @@ core.models.gpt.moe_module_specs <- core.transformer.mlp: MLPSubmodules
 core.transformer <- core.transformer.transformer_config: MLATransformerConfig
 core.transformer <- core.transformer.transformer_layer: TransformerLayerSubmodules
 core.transformer.attention <- core.compat.transformer: HAVE_FA3 Optional Tuple Union
-    is_fa_min_version
+core.transformer.attention <- core.compat.utils: is_fa_min_version
 core.transformer.attention <- core.inference.v014.contexts: BaseInferenceContext
 core.transformer.attention <- core.utils: nvtx_range_pop nvtx_range_push
 core.transformer.cuda_graphs <- core.compat.transformer: CudaGraphManager TECudaGraphHelper

@@ -33,11 +33,6 @@ TEFusedMLP = None  # as without the package
 te_general_gemm = None
 
 
-def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
-    """Return whether flash-attn has this version: our kernels take its place."""
-    return False
-
-
 # ---- multi-token prediction ----------------------------------------------------------------
 
 

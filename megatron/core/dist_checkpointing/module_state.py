@@ -53,6 +53,12 @@ class ShardedModule(nn.Module):
             metadata = {**(metadata or {}), _GROUPS: groups}
         return _entries(self, prefix, sharded_offsets, metadata)
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        # State dicts of Megatron Core have the state of Transformer Engine's modules, or None.
+        if type(self).set_extra_state is nn.Module.set_extra_state:
+            state_dict.pop(f"{prefix}_extra_state", None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
 
 def sharded_state_dict_default(
     module: nn.Module,

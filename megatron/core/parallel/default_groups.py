@@ -65,19 +65,24 @@ def default_groups() -> ProcessGroupCollection:
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def library_call(order: str = "", *, unused: str = "") -> Callable[[F], F]:
+def library_call(
+    order: str = "", *, unused: str = "", like: Callable[..., Any] | None = None
+) -> Callable[[F], F]:
     """Return a decorator that lets a function or constructor be called as Megatron Core's.
 
     Process groups may be left out, or be None; `_FORMER_NAMES` are accepted.  ``order``: names of
     the positional arguments in Megatron Core's order, without ``self``, if this function takes
     fewer of them; "..." stands for those that it takes.  ``unused``: arguments of Megatron Core
     that have no counterpart here; they are accepted and have no effect.  In the constructor of a
-    model with ``finalize_parameters``, `is_building_model` is true.
+    model with ``finalize_parameters``, `is_building_model` is true.  ``like``: the function that
+    takes the keyword arguments which this one passes on, to show them in the signature.
     """
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
         own = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if like is not None:
+            signature = _with_arguments_of(like, signature)
         is_method = own[:1] == ["self"]
         given = order.replace("...", " ".join(own[is_method:])).split()
         names = [*own[:is_method], *given] if order else own
@@ -133,6 +138,17 @@ def _default(name: str, kwargs: dict[str, Any]) -> Any:
     return getattr(default_groups(), axis) if axis else default_groups()
 
 
+def _with_arguments_of(like: Callable[..., Any], own: inspect.Signature) -> inspect.Signature:
+    """Return ``own`` with the arguments of ``like`` that have defaults, as keywords."""
+    parameters = {
+        p.name: p.replace(kind=p.KEYWORD_ONLY)
+        for p in inspect.signature(like).parameters.values()
+        if p.default is not p.empty and p.name not in (*_FORMER_NAMES, *_GROUPS)
+    }
+    parameters |= own.parameters
+    return own.replace(parameters=sorted(parameters.values(), key=lambda p: p.kind))
+
+
 def _library_signature(
     own: inspect.Signature, names: Sequence[str], ignored: Iterable[str]
 ) -> inspect.Signature:
@@ -145,7 +161,8 @@ def _library_signature(
     has_default = False
     first = []
     for name in names:
-        parameter = parameters.pop(name).replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameter = parameters.pop(name, None) or none(name, inspect.Parameter.KEYWORD_ONLY)
+        parameter = parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
         has_default |= parameter.default is not parameter.empty
         first.append(
             parameter.replace(default=None)

@@ -24,7 +24,6 @@ from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.spec_utils import Slot
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import deprecate_inference_params
 
 
 @dataclass
@@ -80,20 +79,11 @@ class MambaStack(TransformerBlock):
             vp_stage=vp_stage,
         )
 
-    def forward(  # type: ignore[override]
-        self,
-        hidden_states: Tensor | None,
-        attention_mask: AttentionMask | None = None,
-        inference_context: Any = None,
-        rotary_pos_emb: Any = None,
-        *,
-        inference_params: Any = None,
-        **more: Any,
+    @library_call("... inference_context rotary_pos_emb")
+    def forward(
+        self, hidden_states: Any, attention_mask: AttentionMask | None = None, **more: Any
     ) -> Tensor:
         """Run the layers; see `TransformerBlock.forward`."""
-        cache = deprecate_inference_params(inference_context, inference_params)
-        given = {"inference_context": cache, "rotary_pos_emb": rotary_pos_emb}
-        more |= {name: value for name, value in given.items() if value is not None}
         return super().forward(hidden_states, attention_mask, **more)
 
 

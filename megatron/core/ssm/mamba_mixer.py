@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -105,23 +104,6 @@ class MambaMixerSubmodules:
     out_proj: Slot | None = None
 
 
-# Arguments of Megatron Core's mixer that have one value here.
-_VARIANTS = {
-    "conv_init": None,
-    "A_init_range": (1, 16),
-    "D_has_hdim": False,
-    "rmsnorm": True,
-    "norm_before_gate": False,
-    "dt_min": 0.001,
-    "dt_max": 0.1,
-    "dt_init": "random",
-    "dt_scale": 1.0,
-    "dt_init_floor": 1e-4,
-    "bias": False,
-    "conv_bias": True,
-}
-
-
 class MambaMixer(MegatronModule):
     """Mamba-2 mixer with heads sharded over the tensor-parallel group."""
 
@@ -139,25 +121,12 @@ class MambaMixer(MegatronModule):
         chunk_size: int = 64,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection,
-        **variants: Any,
     ) -> None:
         """Create the parameters.  ``layer_number`` counts from 1; ``expand`` is i / h.
 
-        ``variants``: other arguments of Megatron Core's mixer, of which `_VARIANTS` is implemented.
-        Raises ConfigError for another one, and for sizes that do not fit each other or the
-        parallelism.
+        Raises ConfigError for sizes that do not fit each other or the parallelism.
         """
         super().__init__(config)
-        only = _VARIANTS | {
-            "d_state": config.mamba_state_dim,
-            "headdim": config.mamba_head_dim,
-            "ngroups": config.mamba_num_groups,
-        }
-        for name, value in variants.items():
-            if name not in only:
-                raise TypeError(f"MambaMixer has no argument {name}")
-            if value is not None and value != only[name]:
-                raise ConfigError(f"MambaMixer with {name}={value}: only {only[name]} is possible")
         for problem in mixer_problems(config):
             raise ConfigError(problem)
         self.layer_number = layer_number or 1

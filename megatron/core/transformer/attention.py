@@ -159,11 +159,6 @@ class Attention(MegatronModule, ABC):
         self.build_projections(submodules)
 
     @property
-    def model_comm_pgs(self) -> ProcessGroupCollection:
-        """The process groups, by Megatron Core's name for them."""
-        return self.pg_collection
-
-    @property
     def query_width(self) -> int:
         """Width of the queries and keys of one head."""
         return self.config.kv_channels
@@ -293,26 +288,10 @@ class SelfAttentionBase(Attention):
     """Base class of self attention."""
 
     @abstractmethod
-    def queries_keys_values(
-        self,
-        hidden_states: Tensor,
-        rotary: RotaryTable | None,
-        packed_seq_params: PackedSeqParams | None,
+    def rotated(
+        self, hidden_states: Tensor, rotary: RotaryTable | None, packed: PackedSeqParams | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query, key and value for the core from hidden states [s, b, h]."""
-
-    def own_queries_keys_values(
-        self,
-        hidden_states: Tensor,
-        rotary: RotaryTable | None,
-        packed_seq_params: PackedSeqParams | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute them by the `get_query_key_value_tensors` of a project."""
-        query, key, value = self.get_query_key_value_tensors(hidden_states, None)
-        if rotary is not None:
-            fused = self.config.apply_rope_fusion
-            query, key = (apply_rotary(x, rotary, fused=fused) for x in (query, key))
-        return query, key, value
+        """Compute query, key and value for the core by `get_query_key_value_tensors`, rotated."""
 
     def forward(
         self,
@@ -342,14 +321,7 @@ class SelfAttentionBase(Attention):
         cache = deprecate_inference_params(inference_context, inference_params)
         if not (rotary_pos_emb is None or isinstance(rotary_pos_emb, RotaryTable)):
             rotary_pos_emb = self._table_of(rotary_pos_emb, hidden_states, packed_seq_params)
-        if is_replaced(type(self).get_query_key_value_tensors):
-            query, key, value = self.own_queries_keys_values(
-                hidden_states, self.table_of_layer(rotary_pos_emb), packed_seq_params
-            )
-        else:
-            query, key, value = self.queries_keys_values(
-                hidden_states, rotary_pos_emb, packed_seq_params
-            )
+        query, key, value = self.rotated(hidden_states, rotary_pos_emb, packed_seq_params)
         if cache is not None:
             context = cache.attend(
                 self.layer_number - 1,
@@ -362,10 +334,6 @@ class SelfAttentionBase(Attention):
             )
             return self.project_back(context)
         return self.attend(query, key, value, attention_mask, attention_bias, packed_seq_params)
-
-    def table_of_layer(self, rotary: RotaryTable | None) -> RotaryTable | None:
-        """Return the table by which this layer rotates, or None."""
-        return rotary
 
     def _table_of(
         self, angles: Any, hidden_states: Tensor, packed: PackedSeqParams | None
@@ -508,35 +476,33 @@ class SelfAttention(SelfAttentionBase):
         )
         return norm
 
-    def table_of_layer(self, rotary: RotaryTable | None) -> RotaryTable | None:
-        """See `SelfAttentionBase`."""
-        if rotary is None or not self.has_rope:
-            return None
-        return rotary.windowed if self.is_windowed and rotary.windowed else rotary
+    def rotated(
+        self, hidden_states: Tensor, rotary: RotaryTable | None, packed: PackedSeqParams | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute query, key and value, rotated by ``rotary`` if this layer has positions."""
+        if rotary is not None and self.is_windowed and rotary.windowed:
+            rotary = rotary.windowed
+        rotary = rotary if self.has_rope else None
+        if not is_replaced(type(self).get_query_key_value_tensors):
+            return self.get_query_key_value_tensors(hidden_states, rotary=rotary)
+        query, key, value = self.get_query_key_value_tensors(hidden_states, None)
+        if rotary is not None:
+            fused = self.config.apply_rope_fusion
+            query, key = (apply_rotary(x, rotary, fused=fused) for x in (query, key))
+        return query, key, value
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        *,
+        rotary: RotaryTable | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project: [s, b, h] -> query [s, b, n/tp, d], key and value [s, b, g/tp, d].
 
-        Query and key have their norms applied, if configured, and are not rotated yet.  A project
-        may override this method.
+        Query and key have their norms applied, if configured, and are rotated by ``rotary``, if it
+        is given.  A project may override this method without ``rotary``.
         """
-        del key_value_states
-        return self._projected(hidden_states, None)
-
-    def queries_keys_values(
-        self,
-        hidden_states: Tensor,
-        rotary: RotaryTable | None,
-        packed_seq_params: PackedSeqParams | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute those of `get_query_key_value_tensors`, with the rotary embedding applied."""
-        return self._projected(hidden_states, self.table_of_layer(rotary))
-
-    def _projected(
-        self, hidden_states: Tensor, rotary: RotaryTable | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
         mixed, bias = self.linear_qkv(hidden_states)
         assert bias is None, "the projection adds its bias itself"
         mixed = mixed.view(*mixed.shape[:2], self.num_query_groups_per_partition, -1)

@@ -27,22 +27,15 @@ class MegatronModule(ShardedModule):
             config.check()
         self.config = config
 
+    @property
+    def model_comm_pgs(self) -> Any:
+        """The process groups of a module that has some, by Megatron Core's name for them."""
+        return self.pg_collection
+
     def fill_parameters(self) -> None:
         """Initialize all parameters, which have names, with the seed of the config."""
         config = self.config
         initialize_parameters(self, config.init_seed, random=config.perform_initialization)
-
-    def set_is_first_microbatch(self) -> None:
-        """Tell submodules that keep something for all micro-batches of a step that one begins."""
-        for module in self.modules():
-            if "is_first_microbatch" in vars(module):
-                vars(module)["is_first_microbatch"] = True
-
-    def set_symmetric_ar(self, set_to: str | None = None) -> None:
-        """Select the all-reduce of submodules that have several."""
-        for module in self.modules():
-            if "symmetric_ar_type" in vars(module):
-                vars(module)["symmetric_ar_type"] = set_to
 
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False

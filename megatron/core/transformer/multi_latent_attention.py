@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.attention import SelfAttentionBase
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
-from megatron.core.transformer.module import WithBias
+from megatron.core.transformer.module import WithBias, is_replaced
 from megatron.core.transformer.rope import RotaryEmbedding, build_rotary, yarn_mscale
 from megatron.core.transformer.spec_utils import Slot, build_module, build_norm
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -87,14 +87,13 @@ class MultiLatentAttention(SelfAttentionBase):
         default = MLATransformerConfig.original_max_position_embeddings
         return build_rotary(self.config, default)
 
-    def own_queries_keys_values(
-        self,
-        hidden_states: Tensor,
-        rotary: RotaryTable | None,
-        packed_seq_params: PackedSeqParams | None,
+    def rotated(
+        self, hidden_states: Tensor, rotary: RotaryTable | None, packed: PackedSeqParams | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute them by the `get_query_key_value_tensors` of a project, which rotates too."""
-        qkv = self.get_query_key_value_tensors(hidden_states, None, None, packed_seq_params)
+        """See `SelfAttentionBase.rotated`; the method of a project rotates too."""
+        is_own = is_replaced(type(self).get_query_key_value_tensors)
+        more = {} if is_own else {"rotary": rotary}
+        qkv = self.get_query_key_value_tensors(hidden_states, None, None, packed, **more)
         return tuple(x if x.dim() == 4 else x.unsqueeze(1) for x in qkv)
 
     def project_back(self, context: Tensor) -> WithBias:
@@ -198,38 +197,19 @@ class MLASelfAttention(MultiLatentAttention):
         inference_context: KVCache | None = None,
         *,
         inference_params: KVCache | None = None,
+        rotary: RotaryTable | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project and rotate: [s, b, h] -> query and key [s, b, n/tp, d + r], and value.
 
-        A project may override this method.
-        """
-        del key_value_states, position_ids, inference_context, inference_params
-        return self._projected(hidden_states, self._own_table(hidden_states, packed_seq_params))
-
-    def _own_table(self, hidden_states: Tensor, packed: PackedSeqParams | None) -> RotaryTable:
-        """Return the table of this rank's tokens, by the layer's own rotary embedding."""
-        shards = self.tp_group.size() if self.is_sequence_sharded else 1
-        places, total = self.places_of_tokens(len(hidden_states) * shards, packed)
-        return self.rotary_pos_emb.table_at(places, total, self.config.params_dtype)
-
-    def queries_keys_values(
-        self,
-        hidden_states: Tensor,
-        rotary: RotaryTable | None,
-        packed_seq_params: PackedSeqParams | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project: [s, b, h] -> query and key [s, b, n/tp, d + r], and value.
-
-        The core takes values of their own width in training.  Otherwise they are padded with zeros
-        to the width of keys, which caches and some attention kernels require.
+        ``rotary`` is by default the table of the layer's own rotary embedding.  The core takes
+        values of their own width in training.  Otherwise they are padded with zeros to the width of
+        keys, which caches and some attention kernels require.  A project may override this method
+        without ``rotary``.
         """
         if rotary is None:
-            rotary = self._own_table(hidden_states, packed_seq_params)
-        return self._projected(hidden_states, rotary)
-
-    def _projected(
-        self, hidden_states: Tensor, rotary: RotaryTable
-    ) -> tuple[Tensor, Tensor, Tensor]:
+            shards = self.tp_group.size() if self.is_sequence_sharded else 1
+            places, total = self.places_of_tokens(len(hidden_states) * shards, packed_seq_params)
+            rotary = self.rotary_pos_emb.table_at(places, total, self.config.params_dtype)
         narrow_query = self._narrow_query(hidden_states)
         narrow, key_position = self._narrow(hidden_states)
         # All heads share it and each rank has some of them, so gradients are summed over tp.

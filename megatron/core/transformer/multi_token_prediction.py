@@ -75,18 +75,13 @@ def tokens_ahead(
     packed sequences in a row; nothing is shifted from one sequence into another.  A token may be k
     positions ahead on another rank.  Collective over cp: one all-gather.
     """
-    where = rows[0].device
-    own = held_tokens(lengths, cp.rank(), cp.size(), where)
+    own = held_tokens(lengths, cp.rank(), cp.size(), rows[0].device)
     # float64 represents ids and mask exactly, so that one all-gather sends all three.
     table = torch.stack([row.transpose(0, 1).double() for row in rows], dim=1)
-    if cp.size() > 1:
-        order, _ = order_of_gathered(lengths, tuple(range(cp.size())), cp.size(), where)
-        table = all_gather_first_dim(table, cp)[order]
-    ends = sequence_ends(lengths, where).view(-1, 1, 1)
-    places = torch.arange(len(table), device=where).view(-1, 1, 1)
+    table = _complete_rows(table, lengths, cp)
     result = []
     for k in range(1, num_depths + 1):
-        shifted = table.roll(-k, 0).masked_fill(places + k >= ends, 0)
+        shifted = _shifted(table, lengths, k)
         tokens, labels, mask = shifted[own].permute(1, 2, 0)
         ids = tokens.long(), labels.long()
         result.append(ShiftedTargets(*ids, mask.to(rows[2].dtype), shifted[:, 2].sum()))
@@ -105,17 +100,30 @@ def roll_tensor(
     Where a sequence has ended there are zeros.  Collective over ``cp_group``.
     """
     size, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
-    table = tensor.movedim(dims, 0)
+    table = tensor.movedim(dims, 0).contiguous()
     packed = None if packed_seq_params is None else packed_seq_params.lengths
     lengths = row_lengths(packed, len(table) * size)
-    if cp_group is not None and size > 1:
-        order, _ = order_of_gathered(lengths, tuple(range(size)), size, tensor.device)
-        table = all_gather_first_dim(table.contiguous(), cp_group)[order]
-    ends = sequence_ends(lengths, tensor.device)
-    is_over = torch.arange(len(table), device=tensor.device) - shifts >= ends
-    rolled = table.roll(shifts, 0).masked_fill(is_over.view(-1, *[1] * (table.dim() - 1)), 0)
-    rolled = rolled[held_tokens(lengths, rank, size, tensor.device)].movedim(0, dims).contiguous()
+    table = table if cp_group is None else _complete_rows(table, lengths, cp_group)
+    rolled = _shifted(table, lengths, -shifts)[held_tokens(lengths, rank, size, tensor.device)]
+    rolled = rolled.movedim(0, dims).contiguous()
     return rolled, rolled.sum()
+
+
+def _complete_rows(table: Tensor, lengths: tuple[int, ...], cp: ProcessGroup) -> Tensor:
+    """Return the tokens of all ranks in order: [s/cp, ..] -> [s, ..].  Collective over cp."""
+    size = cp.size()
+    if size == 1:
+        return table
+    order, _ = order_of_gathered(lengths, tuple(range(size)), size, table.device)
+    return all_gather_first_dim(table, cp)[order]
+
+
+def _shifted(table: Tensor, lengths: tuple[int, ...], k: int) -> Tensor:
+    """Return what is ``k`` positions after each token [s, ..]; 0 where its sequence has ended."""
+    is_over = torch.arange(len(table), device=table.device) + k >= sequence_ends(
+        lengths, table.device
+    )
+    return table.roll(-k, 0).masked_fill(is_over.view(-1, *[1] * (table.dim() - 1)), 0)
 
 
 @dataclass

@@ -83,11 +83,6 @@ class PipelineParallelLayerLayout(str):
         return self.parse_str_to_list(self)
 
     @property
-    def flatten_layout(self) -> list[LayerType]:
-        """Layer types of the complete model."""
-        return [layer for stage in self.stages for layer in stage]
-
-    @property
     def virtual_pipeline_model_parallel_size(self) -> int:
         """Number of virtual stages per rank."""
         return len(self.stages) // self.pipeline_model_parallel_size
@@ -109,14 +104,15 @@ class PipelineParallelLayerLayout(str):
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None
     ) -> int:
         """Return the number of layers of this rank's ``vp_stage``."""
-        return self.stages[self._stage(vp_stage)].count(layer_type)
+        return len(self.get_layer_id_list(layer_type, vp_stage))
 
     def get_layer_id_list(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None
     ) -> list[int]:
         """Return the layer indices of this rank's ``vp_stage``."""
         offset = self.get_layer_offset(layer_type, vp_stage)
-        return [*range(offset, offset + self.get_num_layers_to_build(layer_type, vp_stage))]
+        count = self.stages[self._stage(vp_stage)].count(layer_type)
+        return [*range(offset, offset + count)]
 
     def _stage(self, vp_stage: int | None) -> int:
         return (vp_stage or 0) * self.pipeline_model_parallel_size + default_groups().pp.rank()

@@ -19,7 +19,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, replace_prefix_for_sharding
 from megatron.core.dist_checkpointing.module_state import sharded_state_dict_default
-from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
+from megatron.core.packed_seq_params import AttentionMask
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
@@ -33,7 +33,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import Norm, Stream, norm_hidden, summed
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module, build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import deprecate_inference_params
+
+# Arguments of a layer and of a block in Megatron Core's order.
+INPUTS = (
+    "hidden_states attention_mask context context_mask rotary_pos_emb rotary_pos_cos "
+    "rotary_pos_sin attention_bias inference_context packed_seq_params sequence_len_offset"
+)
+NOT_READ = "rotary_pos_cos rotary_pos_sin sequence_len_offset"
 
 
 @dataclass
@@ -60,6 +66,11 @@ def block_submodules(
         if isinstance(spec.submodules, TransformerBlockSubmodules):
             return spec.submodules
         return TransformerBlockSubmodules([spec] * config.num_layers, Norm)
+    if not hasattr(spec, "layer_specs"):
+        raise TypeError(
+            f"transformer_layer_spec is {spec}: pass a ModuleSpec, such as "
+            "get_gpt_layer_local_spec() returns, or TransformerBlockSubmodules"
+        )
     return spec
 
 
@@ -177,41 +188,25 @@ class TransformerBlock(MegatronModule):
         """Return the layer of this index in the stage, for projects."""
         return self.layers[layer_number]
 
-    @property
-    def model_comm_pgs(self) -> ProcessGroupCollection:
-        """The process groups, by Megatron Core's name for them."""
-        return self.pg_collection
-
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Set the previous stage's output; `forward` uses it in place of ``hidden_states``."""
         if isinstance(input_tensor, list):
             input_tensor = input_tensor[0]
         self.input_tensor = input_tensor
 
+    @library_call(INPUTS, unused=NOT_READ)
     def forward(
         self,
         hidden_states: Any,
         attention_mask: AttentionMask | None = None,
-        context: Tensor | None = None,
-        context_mask: Tensor | None = None,
-        rotary_pos_emb: Any = None,
-        rotary_pos_cos: Tensor | None = None,
-        rotary_pos_sin: Tensor | None = None,
-        attention_bias: Any = None,
-        inference_context: KVCache | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        sequence_len_offset: object = None,
         *,
-        inference_params: KVCache | None = None,
+        inference_context: KVCache | None = None,
         **more: object,
     ) -> Tensor:
         """Run the layers: [s, b, h] -> [s, b, h]; later stages ignore the argument.
 
-        ``context`` [k, b, h]: the sequence that cross attention attends to.  ``more``: further
-        keyword arguments of self attention (`SelfAttentionBase.forward`).  ``rotary_pos_cos``,
-        ``rotary_pos_sin`` and ``sequence_len_offset`` are not read.
+        ``more``: further arguments of `TransformerLayer.forward`.
         """
-        del rotary_pos_cos, rotary_pos_sin, sequence_len_offset
         if not self.pre_process:
             # Keep no reference, so that backward can free the tensor.
             hidden_states, self.input_tensor = self.input_tensor, None
@@ -220,14 +215,12 @@ class TransformerBlock(MegatronModule):
             hidden_states = hidden_states.unwrap()
         shared: dict[str, object] = {
             "attention_mask": attention_mask,
-            "inference_context": deprecate_inference_params(inference_context, inference_params),
-            "rotary_pos_emb": rotary_pos_emb,
-            "attention_bias": attention_bias,
-            "packed_seq_params": packed_seq_params,
+            "inference_context": inference_context,
+            "rotary_pos_emb": None,
+            "attention_bias": None,
+            "packed_seq_params": None,
             **more,
         }
-        if context is not None:
-            shared |= {"context": context, "context_mask": context_mask}
         stream: Stream = hidden_states
         for span in self._spans():
             stream = self._run_span(span, stream, shared)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.key_names import with_fused_norms
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, apply_prefix_mapping
@@ -117,11 +116,6 @@ class ResidualLayer(MegatronModule, BaseTransformerLayer):
         for entry in entries.values():
             entry.key = with_fused_norms(entry.key, **kind)
         return entries
-
-    @property
-    def model_comm_pgs(self) -> ProcessGroupCollection:
-        """The process groups, by Megatron Core's name for them."""
-        return self.pg_collection
 
     def capture_parts(self, *, whole: bool) -> tuple[LayerRun | None, LayerRun | None]:
         """Return (captured, eager): the part of the layer for a CUDA graph, and the rest after it.
@@ -275,23 +269,6 @@ class TransformerLayer(ResidualLayer):
         """Run the part of `forward` after `_forward_attention`, for projects."""
         del inference_context
         return summed(self.add_mlp(hidden_states, padding_mask))
-
-    def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Tensor]:
-        """Return inputs of the shapes of a micro-batch, to capture the layer in a CUDA graph."""
-        c = self.config
-        length = seq_length // c.context_parallel_size
-        rows = length // c.tensor_model_parallel_size if c.sequence_parallel else length
-        where = device.current()
-        mask = torch.ones(length, seq_length, dtype=torch.bool, device=where).triu(1)
-        return {
-            "hidden_states": torch.ones(
-                (rows, micro_batch_size, c.hidden_size),
-                dtype=torch.bfloat16,
-                device=where,
-                requires_grad=True,
-            ),
-            "attention_mask": mask.repeat(micro_batch_size, 1, 1, 1),
-        }
 
     def add_attention(
         self,

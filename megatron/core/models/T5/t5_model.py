@@ -21,6 +21,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
 from megatron.core.models.common.language_module.language_module import (
+    OPTIONS,
     LanguageModule,
     mark_as_shared_embedding,
 )
@@ -42,7 +43,11 @@ class T5Model(LanguageModule):
 
     position_types = ("learned_absolute", "rope", "relative", "none")
 
-    @library_call("... model_comm_pgs")
+    @library_call(
+        f"... {OPTIONS} seq_len_interpolation_factor relative_attention_num_buckets "
+        "relative_attention_max_distance add_encoder add_decoder model_comm_pgs",
+        like=LanguageModule.set_language_options,
+    )
     def __init__(
         self,
         config: TransformerConfig,
@@ -51,41 +56,21 @@ class T5Model(LanguageModule):
         transformer_decoder_layer_spec: ModuleSpec | TransformerBlockSubmodules,
         vocab_size: int,
         max_sequence_length: int,
-        pre_process: bool = True,
-        post_process: bool = True,
-        fp16_lm_cross_entropy: bool = False,
-        parallel_output: bool = True,
-        share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: str = "learned_absolute",
-        rotary_percent: float = 1.0,
-        seq_len_interpolation_factor: float | None = None,
+        *,
         relative_attention_num_buckets: int = 32,
         relative_attention_max_distance: int = 128,
         add_encoder: bool = True,
         add_decoder: bool = True,
-        *,
         pg_collection: ProcessGroupCollection,
         **of_language: Any,
     ) -> None:
         """``config`` is the decoder's; ``encoder_config`` differs in the number of layers only.
 
         With ``add_encoder`` False the model is a decoder and receives the encoder's hidden states.
-        ``of_language``: further arguments of `LanguageModule`.
+        ``of_language``: the options of `LanguageModule.set_language_options`.
         """
         super().__init__(config, pg_collection=pg_collection)
-        self.set_language_options(
-            vocab_size,
-            max_sequence_length,
-            pre_process,
-            post_process,
-            fp16_lm_cross_entropy,
-            parallel_output,
-            share_embeddings_and_output_weights,
-            position_embedding_type,
-            rotary_percent,
-            seq_len_interpolation_factor=seq_len_interpolation_factor,
-            **of_language,
-        )
+        self.set_language_options(vocab_size, max_sequence_length, **of_language)
         self.encoder_stages = _encoder_stages(config, self.pp_group.size())
         self.input_tensor: Tensor | None = None
         self.looks_up = self.pp_group.rank() in (0, self.encoder_stages)
@@ -93,7 +78,7 @@ class T5Model(LanguageModule):
             self.embedding = self.build_embedding()
             for param in self.embedding.parameters() if self.pp_group.size() > 1 else ():
                 if info_of(param).shared_over is None:
-                    mark_as_shared_embedding(param, is_copy=not pre_process, over="pos_embd")
+                    mark_as_shared_embedding(param, is_copy=not self.pre_process, over="pos_embd")
         buckets = relative_attention_num_buckets, relative_attention_max_distance
         depths = encoder_config.num_layers, config.num_layers
         in_encoder, in_decoder = stacked_ranges(
@@ -111,8 +96,8 @@ class T5Model(LanguageModule):
         if add_decoder and in_decoder is not None:
             self.decoder = self._build_stack(config, transformer_decoder_layer_spec, in_decoder)
             self.decoder_relative_pos_emb = self._build_bias(buckets, bidirectional=False)
-        if post_process and self.decoder is not None:
-            has_bias = share_embeddings_and_output_weights and config.add_bias_linear
+        if self.post_process and self.decoder is not None:
+            has_bias = self.share_embeddings_and_output_weights and config.add_bias_linear
             self.output_layer = self.build_output_layer(bias=has_bias)
         self.finalize_parameters()
 

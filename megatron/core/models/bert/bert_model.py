@@ -17,7 +17,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.models.bert.bert_lm_head import BertLMHead, dense
 from megatron.core.models.bert.pooler import Pooler, mean_of_text
-from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.common.language_module.language_module import OPTIONS, LanguageModule
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -31,7 +31,10 @@ class BertModel(LanguageModule):
 
     position_types = ("learned_absolute", "rope", "none")
 
-    @library_call()
+    @library_call(
+        f"... {OPTIONS} seq_len_interpolation_factor add_binary_head return_embeddings vp_stage",
+        like=LanguageModule.set_language_options,
+    )
     def __init__(
         self,
         config: TransformerConfig,
@@ -39,24 +42,15 @@ class BertModel(LanguageModule):
         transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
         vocab_size: int,
         max_sequence_length: int,
-        pre_process: bool = True,
-        post_process: bool = True,
-        fp16_lm_cross_entropy: bool = False,
-        parallel_output: bool = True,
-        share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: str = "learned_absolute",
-        rotary_percent: float = 1.0,
-        seq_len_interpolation_factor: float | None = None,
+        *,
         add_binary_head: bool = True,
         return_embeddings: bool = False,
-        vp_stage: int | None = None,
-        *,
         pg_collection: ProcessGroupCollection,
         **of_language: Any,
     ) -> None:
         """With ``return_embeddings`` the model returns the mean over each text, without heads.
 
-        ``of_language``: further arguments of `LanguageModule`.
+        ``of_language``: the options of `LanguageModule.set_language_options`.
         """
         if pg_collection.cp.size() > 1:
             raise ConfigError(
@@ -64,32 +58,19 @@ class BertModel(LanguageModule):
                 "--context-parallel-size 1"
             )
         super().__init__(config, pg_collection=pg_collection)
-        self.set_language_options(
-            vocab_size,
-            max_sequence_length,
-            pre_process,
-            post_process,
-            fp16_lm_cross_entropy,
-            parallel_output,
-            share_embeddings_and_output_weights,
-            position_embedding_type,
-            rotary_percent,
-            vp_stage=vp_stage,
-            seq_len_interpolation_factor=seq_len_interpolation_factor,
-            **of_language,
-        )
+        self.set_language_options(vocab_size, max_sequence_length, **of_language)
         self.add_binary_head, self.return_embeddings = add_binary_head, return_embeddings
-        if pre_process:
+        if self.pre_process:
             self.embedding = self.build_embedding(num_tokentypes=num_tokentypes)
         self.encoder = TransformerBlock(
             config,
             transformer_layer_spec,
-            pre_process=pre_process,
-            post_process=post_process,
+            pre_process=self.pre_process,
+            post_process=self.post_process,
             pg_collection=pg_collection,
-            vp_stage=vp_stage,
+            vp_stage=self.vp_stage,
         )
-        if post_process:
+        if self.post_process:
             h = config.hidden_size
             self.lm_head = BertLMHead(h, config)
             self.output_layer = self.build_output_layer(bias=True)

@@ -20,7 +20,7 @@ from megatron.core.extensions.transformer_engine import (
 )
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, TESpecProvider
-from megatron.core.parallel.default_groups import default_groups
+from megatron.core.parallel.default_groups import default_groups, library_call
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
@@ -94,52 +94,23 @@ def _warn(sentence: str) -> None:
     logger.warning(sentence)
 
 
-def get_gpt_layer_local_spec(
-    num_experts: int | None = None,
-    moe_grouped_gemm: bool = False,
-    qk_layernorm: bool = False,
-    multi_latent_attention: bool = False,
-    fp8: str | None = None,
-    moe_use_legacy_grouped_gemm: bool = False,
-    normalization: str | None = None,
-    qk_l2_norm: bool = False,
-    use_kitchen: bool = False,
-    *,
-    config: TransformerConfig | None = None,
-) -> ModuleSpec:
-    """Return a spec whose modules are plain PyTorch.
-
-    Scripts describe the layer with the other arguments; arguments left out, and the placement of
-    norms, come from ``config``.  The kind of norm and the precision always come from the model's
-    config.
-    """
-    if use_kitchen:
-        raise ConfigError(f"a GPT layer with use_kitchen: {flag_messages.KITCHEN}")
-    return layer_of(
-        LOCAL,
-        num_experts,
-        qk_layernorm,
-        multi_latent_attention,
-        config=config,
-        grouped_experts=False if config is None else None,
-        qk_l2_norm=qk_l2_norm,
-    )
-
-
 def layer_of(
     backend: BackendSpecProvider,
     num_experts: int | None = None,
-    qk_layernorm: bool = False,
-    multi_latent_attention: bool = False,
     *,
     config: TransformerConfig | None,
     grouped_experts: bool | None = None,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
     qk_l2_norm: bool = False,
+    use_kitchen: bool = False,
 ) -> ModuleSpec:
     """Return the spec of a causal layer with the classes of ``backend``.
 
     ``grouped_experts``: see `experts_of`.
     """
+    if use_kitchen:
+        raise ConfigError(f"a GPT layer with use_kitchen: {flag_messages.KITCHEN}")
     c = config or _DEFAULT
     placement = c.layer_norm_placement
     is_latent = multi_latent_attention or c.multi_latent_attention
@@ -217,26 +188,22 @@ def experts_of(backend: BackendSpecProvider, grouped: bool | None) -> ModuleSpec
     return ModuleSpec(MoELayer, submodules=MoESubmodules(experts, shared))
 
 
+_UNUSED = "fp8 moe_use_legacy_grouped_gemm use_te_op_fuser"
+
+
+@library_call(f"... {_UNUSED}", unused=_UNUSED)
 def get_mlp_module_spec(
-    use_te: bool | None = True,
-    num_experts: int | None = None,
-    moe_grouped_gemm: bool = False,
-    fp8: str | None = None,
-    moe_use_legacy_grouped_gemm: bool = False,
-    use_te_op_fuser: bool = False,
+    use_te: bool | None = True, num_experts: int | None = None, moe_grouped_gemm: bool = False
 ) -> ModuleSpec:
-    """Return the spec of an MLP, or of experts; the last three arguments have no effect."""
+    """Return the spec of an MLP, or of experts."""
     return get_mlp_module_spec_for_backend(_backend(use_te), num_experts, moe_grouped_gemm)
 
 
+@library_call("... moe_use_legacy_grouped_gemm use_te_op_fuser", unused=_UNUSED)
 def get_mlp_module_spec_for_backend(
-    backend: BackendSpecProvider,
-    num_experts: int | None = None,
-    moe_grouped_gemm: bool = False,
-    moe_use_legacy_grouped_gemm: bool = False,
-    use_te_op_fuser: bool = False,
+    backend: BackendSpecProvider, num_experts: int | None = None, moe_grouped_gemm: bool = False
 ) -> ModuleSpec:
-    """Return the spec of an MLP, or of experts; the last two arguments have no effect."""
+    """Return the spec of an MLP, or of experts, with the classes of ``backend``."""
     layer = layer_of(backend, num_experts, config=None, grouped_experts=moe_grouped_gemm)
     mlp: ModuleSpec = layer.submodules.mlp
     return mlp
@@ -244,6 +211,54 @@ def get_mlp_module_spec_for_backend(
 
 def _backend(use_te: bool | None) -> BackendSpecProvider:
     return ENGINE if use_te else LOCAL
+
+
+@library_call(
+    "... qk_layernorm multi_latent_attention fp8 moe_use_legacy_grouped_gemm normalization "
+    "qk_l2_norm use_kitchen",
+    unused="fp8 moe_use_legacy_grouped_gemm normalization",
+    like=layer_of,
+)
+def get_gpt_layer_local_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    *,
+    config: TransformerConfig | None = None,
+    **of_layer: bool,
+) -> ModuleSpec:
+    """Return a spec whose modules are plain PyTorch.
+
+    Scripts describe the layer with the other arguments; arguments left out, and the placement of
+    norms, come from ``config``.  The kind of norm and the precision always come from the model's
+    config.  ``of_layer``: further arguments of `layer_of`.
+    """
+    grouped = False if config is None else None
+    return layer_of(LOCAL, num_experts, config=config, grouped_experts=grouped, **of_layer)
+
+
+@library_call(
+    "... qk_layernorm multi_latent_attention fp8 moe_use_legacy_grouped_gemm qk_l2_norm "
+    "use_te_op_fuser use_kitchen",
+    unused="fp8 moe_use_legacy_grouped_gemm use_te_op_fuser",
+    like=layer_of,
+)
+def get_gpt_layer_with_transformer_engine_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    *,
+    config: TransformerConfig | None = None,
+    **of_layer: bool,
+) -> ModuleSpec:
+    """Return a spec with Transformer Engine's modules, where it can do what ``config`` requests.
+
+    Without ``config`` every module is one of Transformer Engine's, also where the package cannot
+    run: parameters always have the names by which converters know them.  With it, warns once and
+    uses the modules of the local spec there.  Other arguments are those of
+    `get_gpt_layer_local_spec`.
+    """
+    backend = ENGINE if config is None else transformer_engine_parts(config)
+    grouped = moe_grouped_gemm if config is None else None
+    return layer_of(backend, num_experts, config=config, grouped_experts=grouped, **of_layer)
 
 
 def without_attention(slots: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
@@ -265,39 +280,6 @@ def without_mlp(slots: TransformerLayerSubmodules) -> TransformerLayerSubmodules
         mlp=IdentityOp,
         mlp_bda=IdentityFuncOp,
         post_mlp_layernorm=IdentityOp,
-    )
-
-
-def get_gpt_layer_with_transformer_engine_spec(
-    num_experts: int | None = None,
-    moe_grouped_gemm: bool = False,
-    qk_layernorm: bool = False,
-    multi_latent_attention: bool = False,
-    fp8: str | None = None,
-    moe_use_legacy_grouped_gemm: bool = False,
-    qk_l2_norm: bool = False,
-    use_te_op_fuser: bool = False,
-    use_kitchen: bool = False,
-    *,
-    config: TransformerConfig | None = None,
-) -> ModuleSpec:
-    """Return a spec with Transformer Engine's modules, where it can do what ``config`` requests.
-
-    Without ``config`` every module is one of Transformer Engine's, also where the package cannot
-    run: parameters always have the names by which converters know them.  With it, warns once and
-    uses the modules of the local spec there.
-    """
-    if use_kitchen:
-        raise ConfigError(f"a GPT layer with use_kitchen: {flag_messages.KITCHEN}")
-    parts = ENGINE if config is None else transformer_engine_parts(config)
-    return layer_of(
-        parts,
-        num_experts,
-        qk_layernorm,
-        multi_latent_attention,
-        config=config,
-        grouped_experts=moe_grouped_gemm if config is None else None,
-        qk_l2_norm=qk_l2_norm,
     )
 
 

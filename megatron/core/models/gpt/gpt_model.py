@@ -15,7 +15,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.enums import ModelType as ModelType
 from megatron.core.fusions.rope import RotaryTable
-from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.common.language_module.language_module import OPTIONS, LanguageModule
 from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import row_lengths
 from megatron.core.parallel.default_groups import library_call
@@ -42,61 +42,36 @@ class GPTModel(LanguageModule):
 
     position_types = ("learned_absolute", "rope", "mrope", "alibi", "none")
 
-    @library_call("... model_comm_pgs vp_stage")
+    @library_call(
+        f"... {OPTIONS} rotary_base rope_scaling rope_scaling_factor "
+        "scatter_embedding_sequence_parallel seq_len_interpolation_factor mtp_block_spec "
+        "model_comm_pgs vp_stage",
+        like=LanguageModule.set_language_options,
+    )
     def __init__(
         self,
         config: TransformerConfig,
         transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
         vocab_size: int,
         max_sequence_length: int,
-        pre_process: bool = True,
-        post_process: bool = True,
-        fp16_lm_cross_entropy: bool = False,
-        parallel_output: bool = True,
-        share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: str = "learned_absolute",
-        rotary_percent: float = 1.0,
-        rotary_base: float = 10000,
-        rope_scaling: bool = False,
-        rope_scaling_factor: float = 8.0,
-        scatter_embedding_sequence_parallel: bool = True,
-        seq_len_interpolation_factor: float | None = None,
-        mtp_block_spec: MultiTokenPredictionBlockSubmodules | None = None,
         *,
+        scatter_embedding_sequence_parallel: bool = True,
+        mtp_block_spec: MultiTokenPredictionBlockSubmodules | None = None,
         pg_collection: ProcessGroupCollection,
-        vp_stage: int | None = None,
-        unpadded_vocab_size: int | None = None,
+        **of_language: Any,
     ) -> None:
-        """``vocab_size`` includes padding rows, ``unpadded_vocab_size`` does not.
-
-        ``unpadded_vocab_size`` defaults to the size that ``vocab_size`` was padded from.
-        """
+        """``of_language``: the options of `LanguageModule.set_language_options`."""
         super().__init__(config, pg_collection=pg_collection)
-        self.set_language_options(
-            vocab_size,
-            max_sequence_length,
-            pre_process,
-            post_process,
-            fp16_lm_cross_entropy,
-            parallel_output,
-            share_embeddings_and_output_weights,
-            position_embedding_type,
-            rotary_percent,
-            unpadded_vocab_size=unpadded_vocab_size,
-            vp_stage=vp_stage,
-            rotary_base=rotary_base,
-            rope_scaling=rope_scaling,
-            rope_scaling_factor=rope_scaling_factor,
-            seq_len_interpolation_factor=seq_len_interpolation_factor,
-        )
+        self.set_language_options(vocab_size, max_sequence_length, **of_language)
         predicts_ahead = mtp_block_spec is not None
-        if predicts_ahead and position_embedding_type == "learned_absolute":
+        if predicts_ahead and self.position_embedding_type == "learned_absolute":
             raise ConfigError(
                 "--mtp-num-layers does not support --position-embedding-type learned_absolute: "
                 "use rope, alibi or none"
             )
         self.transformer_layer_spec, self.mtp_block_spec = transformer_layer_spec, mtp_block_spec
-        if pre_process or (predicts_ahead and post_process):
+        self.mtp_process = predicts_ahead and self.post_process
+        if self.pre_process or self.mtp_process:
             self.embedding = self.build_embedding(
                 scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
                 is_shared=predicts_ahead and self.pp_group.size() > 1,
@@ -104,12 +79,11 @@ class GPTModel(LanguageModule):
         self.decoder = self.build_decoder(transformer_layer_spec)
         self._has_own_attention: bool | None = None  # known after the first forward pass
         self.mtp: MultiTokenPredictionBlock | None = None
-        self.mtp_process = predicts_ahead and post_process
-        if mtp_block_spec is not None and post_process:
+        if mtp_block_spec is not None and self.post_process:
             self.mtp = MultiTokenPredictionBlock(
                 config, mtp_block_spec, pg_collection=pg_collection
             )
-        if post_process:
+        if self.post_process:
             self.output_layer = self.build_output_layer()
         self.finalize_parameters()
 
@@ -234,6 +208,10 @@ class GPTModel(LanguageModule):
             self._has_own_attention = any(is_replaced(type(part).forward) for part in parts)
         return self._has_own_attention
 
+    @library_call(
+        "... rotary_pos_cos rotary_pos_sin mtp_in_postprocess loss_mask decoder_input "
+        "attention_mask inference_params packed_seq_params"
+    )
     def _postprocess(
         self,
         hidden_states: Tensor,
@@ -241,28 +219,23 @@ class GPTModel(LanguageModule):
         position_ids: Tensor | None,
         labels: Tensor | None,
         rotary_pos_emb: Any,
-        rotary_pos_cos: Any = None,
-        rotary_pos_sin: Any = None,
+        *,
         mtp_in_postprocess: bool | None = None,
         loss_mask: Tensor | None = None,
-        decoder_input: Tensor | None = None,
         attention_mask: AttentionMask | None = None,
-        inference_params: KVCache | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        sequence_len_offset: Any = None,
         runtime_gather_output: bool | None = None,
-        extra_block_kwargs: dict[str, object] | None = None,
         inference_context: KVCache | None = None,
+        **of_others: object,
     ) -> Tensor:
         """Map the decoder's hidden states [s, b, h] to losses or logits, as `forward` returns them.
 
-        See `_preprocess`; some arguments are there for methods that override this one.
+        See `_preprocess`; ``of_others`` are there for methods that override this one.
         """
         if not self.post_process:
             return hidden_states
         if labels is None:
-            cache = inference_params if inference_context is None else inference_context
-            return self.generated_logits(hidden_states, cache, runtime_gather_output)
+            return self.generated_logits(hidden_states, inference_context, runtime_gather_output)
         if self.mtp is not None and mtp_in_postprocess and self.training:
             rows = input_ids, labels, loss_mask
             shared = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}

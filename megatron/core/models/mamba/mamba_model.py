@@ -16,29 +16,26 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class MambaModel(GPTModel):
     """Embedding, a Mamba or hybrid stack, output layer; called like a `GPTModel`."""
 
-    @library_call("... model_comm_pgs")
+    @library_call(
+        "config mamba_stack_spec vocab_size max_sequence_length pre_process hybrid_attention_ratio "
+        "hybrid_mlp_ratio hybrid_override_pattern post_process fp16_lm_cross_entropy "
+        "parallel_output share_embeddings_and_output_weights position_embedding_type "
+        "rotary_percent rotary_base scatter_embedding_sequence_parallel "
+        "seq_len_interpolation_factor model_comm_pgs",
+        like=GPTModel.__init__,
+    )
     def __init__(
         self,
         config: TransformerConfig,
         mamba_stack_spec: ModuleSpec,
         vocab_size: int,
         max_sequence_length: int,
-        pre_process: bool = True,
+        *,
         hybrid_attention_ratio: float = 0.0,
         hybrid_mlp_ratio: float = 0.0,
         hybrid_override_pattern: str | None = None,
-        post_process: bool = True,
-        fp16_lm_cross_entropy: bool = False,
-        parallel_output: bool = True,
-        share_embeddings_and_output_weights: bool = False,
         position_embedding_type: str = "none",
-        rotary_percent: float = 1.0,
-        rotary_base: float = 10000,
-        scatter_embedding_sequence_parallel: bool = True,
-        seq_len_interpolation_factor: float | None = None,
-        *,
         pg_collection: ProcessGroupCollection,
-        vp_stage: int | None = None,
         **of_gpt: Any,
     ) -> None:
         """See `layer_pattern` for the pattern, `GPTModel` for the other arguments.
@@ -55,18 +52,8 @@ class MambaModel(GPTModel):
             replace(mamba_stack_spec, params={**mamba_stack_spec.params, **pattern}),
             vocab_size,
             max_sequence_length,
-            pre_process,
-            post_process,
-            fp16_lm_cross_entropy,
-            parallel_output,
-            share_embeddings_and_output_weights,
-            position_embedding_type,
-            rotary_percent,
-            rotary_base,
-            scatter_embedding_sequence_parallel=scatter_embedding_sequence_parallel,
-            seq_len_interpolation_factor=seq_len_interpolation_factor,
+            position_embedding_type=position_embedding_type,
             pg_collection=pg_collection,
-            vp_stage=vp_stage,
             **of_gpt,
         )
 

@@ -37,6 +37,12 @@ from megatron.core.transformer.rope import MultimodalRotaryEmbedding, RotaryEmbe
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import PaddedSize
 
+# Options in Megatron Core's order, as positional arguments of models.
+OPTIONS = (
+    "pre_process post_process fp16_lm_cross_entropy parallel_output "
+    "share_embeddings_and_output_weights position_embedding_type rotary_percent"
+)
+
 
 class LanguageModule(MegatronModule):
     """Base of models that end in a vocabulary: one pipeline stage of such a model.
@@ -74,14 +80,14 @@ class LanguageModule(MegatronModule):
         self,
         vocab_size: int,
         max_sequence_length: int,
-        pre_process: bool,
-        post_process: bool,
-        fp16_lm_cross_entropy: bool,
-        parallel_output: bool,
-        share_embeddings_and_output_weights: bool,
-        position_embedding_type: str,
-        rotary_percent: float,
         *,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "learned_absolute",
+        rotary_percent: float = 1.0,
         unpadded_vocab_size: int | None = None,
         vp_stage: int | None = None,
         rotary_base: float = 10000,
@@ -123,11 +129,6 @@ class LanguageModule(MegatronModule):
         elif position_embedding_type == "mrope":
             self.mrope_section = config.mrope_section
             self.rotary_pos_emb = build_multimodal_rotary(config, **of_rotary)
-
-    @property
-    def model_comm_pgs(self) -> ProcessGroupCollection:
-        """The process groups, by Megatron Core's name for them."""
-        return self.pg_collection
 
     @property
     def has_embedding(self) -> bool:
