@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron.core.rank_local import each_rank_owns
 
-_counts: dict[str, int] = {}  # path without count -> number of calls of `get_path_count`
+_counts: dict[str, int] = {}  # path without count -> number of files
 each_rank_owns(__name__, "_counts")
 
 
@@ -27,18 +27,6 @@ def get_config_logger_path(config: object) -> str:
 def has_config_logger_enabled(config: object) -> bool:
     """Return whether ``config`` has a ``config_logger_dir``."""
     return get_config_logger_path(config) != ""
-
-
-def get_path_count(path: str) -> int:
-    """Return the number of earlier calls with ``path`` in this process, and count this call."""
-    count = _counts.get(path, 0)
-    _counts[path] = count + 1
-    return count
-
-
-def get_path_with_count(path: str) -> str:
-    """Return ``path`` with a count that no earlier call with this path has returned."""
-    return f"{path}.iter{get_path_count(path)}"
 
 
 class JSONEncoderWithMcoreTypes(json.JSONEncoder):
@@ -66,6 +54,8 @@ def log_config_to_disk(
     if not prefix and "self" in dict_data:
         prefix = type(dict_data["self"]).__name__
     rank = rank_str or str(dist.get_rank() if dist.is_initialized() else 0)
-    path = get_path_with_count(str(folder / f"{prefix or 'config'}.rank_{rank}"))
+    path = str(folder / f"{prefix or 'config'}.rank_{rank}")
+    count = _counts.get(path, 0)
+    _counts[path] = count + 1
     text = json.dumps(data, cls=JSONEncoderWithMcoreTypes, indent=2)
-    Path(f"{path}.json").write_text(text + "\n", encoding="utf-8")
+    Path(f"{path}.iter{count}.json").write_text(text + "\n", encoding="utf-8")

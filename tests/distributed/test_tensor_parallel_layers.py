@@ -173,8 +173,9 @@ def cross_entropy(rank: int, world_size: int) -> None:
             mine = logits.chunk(2, -1)[rank].clone().requires_grad_()
             plain = logits[..., :vocab_size].clone().requires_grad_()
             use = target.clamp_max(vocab_size - 1)
+            over_all = smoothing * vocab_size / (vocab_size - 1)  # torch counts the target, too
             expected = F.cross_entropy(
-                plain.flatten(0, 1), use.flatten(), reduction="none", label_smoothing=smoothing
+                plain.flatten(0, 1), use.flatten(), reduction="none", label_smoothing=over_all
             ).view(4, 3)
             loss = vocab_parallel_cross_entropy(
                 mine, use, smoothing, tp_group=group, vocab_size=vocab_size
@@ -185,6 +186,10 @@ def cross_entropy(rank: int, world_size: int) -> None:
             (expected * scale).sum().backward()
             grad = torch.cat([plain.grad, torch.zeros(4, 3, 12 - vocab_size)], -1)
             torch.testing.assert_close(mine.grad, grad.chunk(2, -1)[rank], **TIGHT)
+
+    for wrong in (target[:2], target.float()):
+        with pytest.raises(DataError, match=r"do not fit logits \[4, 3, 6\]"):
+            vocab_parallel_cross_entropy(mine, wrong, tp_group=group)
 
 
 def test_the_loss_over_a_divided_vocabulary_is_torchs() -> None:

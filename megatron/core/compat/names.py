@@ -77,10 +77,10 @@ core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor <- core.compat.distribute
     gather_uneven_dtensor_to_full_tensor preprocess_state_dict_for_uneven_dtensor
     uneven_dtensor_to_full_tensor=gather_uneven_dtensor_to_full_tensor
 core.optimizer <- core.compat.optimizer: ChainedOptimizer param_group_identifier_keys
-    get_standard_config_overrides
 core.optimizer <- core.optimizer.optimizer_config: AdamOptimizerConfig=OptimizerConfig
     SGDOptimizerConfig=OptimizerConfig
 core.optimizer <- core.optimizer.param_groups: ParamGroupOverride ParamKey ParamPredicate
+    get_standard_config_overrides
 core.optimizer.cpu_offloading.hybrid_optimizer <- core.compat.optimizer: HybridDeviceOptimizer
 core.optimizer.layer_wise_optimizer <- core.compat.optimizer: LayerWiseDistributedOptimizer
 core.optimizer.muon <- core.optimizer: get_megatron_muon_optimizer=get_megatron_optimizer

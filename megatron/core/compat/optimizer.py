@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
-from megatron.core.optimizer.param_groups import ParamGroupOverride, ParamKey, ParamPredicate
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.update_rules import UpdateRule
 
 # Keys by which saved parameter groups are matched with this run's.
@@ -146,20 +145,6 @@ class ChainedOptimizer(MegatronOptimizer):
             )
         for each, state in zip(self._chained, state_dict, strict=True):
             each.load_state_dict(state)
-
-
-def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """Return the overrides that stand for the defaults of `get_megatron_optimizer`."""
-    is_vector = ParamPredicate("is_vector", lambda param: param.dim() == 1)
-    found: dict[ParamKey, ParamGroupOverride] = {
-        ParamKey(name="*.bias", predicate=is_vector): {"wd_mult": 0.0}
-    }
-    if config.decoupled_lr is not None:
-        decoupled: ParamGroupOverride = {"max_lr": config.decoupled_lr}
-        if config.decoupled_min_lr is not None:
-            decoupled["min_lr"] = config.decoupled_min_lr
-        found[ParamKey(attr="is_embedding_or_output_parameter")] = decoupled
-    return found
 
 
 class HybridDeviceOptimizer:

@@ -138,6 +138,8 @@ class DataParallelBase(nn.Module, ABC):
         self.finish_param_sync()
         return self.module.state_dict(*args, **kwargs)
 
+    state_dict_for_save_checkpoint = state_dict
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> object:
         """Load a state_dict into the wrapped module."""
         return self.module.load_state_dict(*args, **kwargs)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer as MegatronOptimizer
@@ -49,9 +50,11 @@ def get_megatron_optimizer(
     multiplies the learning rate of parameters that ``scale_lr_cond`` selects.
     ``default_skip_embedding_weight_decay``: without a condition, neither vectors nor embeddings
     have weight decay.  `make_param_groups` defines ``config_overrides``.  --loss-scale makes a
-    constant loss scale, fp16 parameters a dynamic one.
+    constant loss scale, fp16 parameters a dynamic one.  Raises ConfigError without a learning rate.
     """
     config.check()  # fields may have been assigned since it was made
+    if config.lr is None:
+        raise ConfigError("OptimizerConfig(lr=None): give the peak learning rate, lr")
     if default_skip_embedding_weight_decay and no_weight_decay_cond is None:
         no_weight_decay_cond = no_weight_decay_on_embeddings
     scaler: GradScaler | None = None

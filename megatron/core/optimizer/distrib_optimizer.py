@@ -16,13 +16,11 @@ the all-gathers of the wrapper, chunk by chunk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import shares_instances
@@ -71,17 +69,6 @@ class DistributedOptimizer(MegatronOptimizer):
         """Main parameters of 16-bit parameters, by group; projects move them to the host."""
         apart = {p.main for p in self.params if p.has_main}
         return [[main for main in g["params"] if main in apart] for g in self.param_groups]
-
-    def sharded_state_dict(  # type: ignore[override]  # Megatron Core's order
-        self,
-        model_sharded_state_dict: ShardedStateDict | None = None,
-        is_loading: bool = False,
-        sharding_type: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> ShardedStateDict:
-        """Return `MegatronOptimizer.sharded_state_dict`; ``sharding_type`` has no effect either."""
-        del sharding_type
-        return super().sharded_state_dict(model_sharded_state_dict or {}, is_loading, metadata)
 
     def _update(self, divisor: float | Tensor, accepted: Tensor | None = None) -> None:
         self._prepare()

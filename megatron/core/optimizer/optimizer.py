@@ -397,14 +397,16 @@ class MegatronOptimizer:
         model_sharded_state_dict: ShardedStateDict,
         is_loading: bool = False,
         metadata: Mapping[str, Any] | None = None,
+        *,
+        sharding_type: str | None = None,
     ) -> ShardedStateDict:
         """Return `state_dict` with an entry for each tensor, for a run in any layout.
 
         ``model_sharded_state_dict`` has the entries of the parameters.  Of the forms that Megatron
         Core has for a distributed optimizer there is one, ``fully_sharded_model_space``, whatever
-        ``metadata`` says.  Raises ValueError for a parameter without an entry.
+        ``metadata`` and ``sharding_type`` say.  Raises ValueError for a parameter without an entry.
         """
-        del is_loading, metadata
+        del is_loading, metadata, sharding_type
         state = self.state_dict()
         of_model = get_param_id_to_sharded_param_map(
             model_sharded_state_dict, [p.model for p in self.params]

@@ -78,17 +78,12 @@ class ParamGroup(ScheduledGroup, total=False):
     momentum: float
 
 
-def no_weight_decay_on_vectors(name: str, param: nn.Parameter) -> bool:
-    """Return whether a parameter is a bias or a vector, such as the weight of a norm."""
-    return name.endswith(".bias") or param.dim() == 1
-
-
 def no_weight_decay_on_embeddings(name: str, param: nn.Parameter) -> bool:
     """Return whether a parameter is a bias, a vector or an embedding.
 
     For models whose embeddings have a standard deviation of their own at initialization.
     """
-    return no_weight_decay_on_vectors(name, param) or "embedding" in name
+    return name.endswith(".bias") or param.dim() == 1 or "embedding" in name
 
 
 def is_matrix(name: str, param: nn.Parameter) -> bool:
@@ -126,6 +121,20 @@ def is_of_head(name: str, param: nn.Parameter) -> bool:
     return without_wrappers(name).split(".")[0] in _HEADS
 
 
+def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """Return the default overrides: no weight decay on vectors, and the decoupled learning rate."""
+    is_vector = ParamPredicate("is_vector", lambda param: param.dim() == 1)
+    found: dict[ParamKey, ParamGroupOverride] = {
+        ParamKey(name="*.bias", predicate=is_vector): {"wd_mult": 0.0}
+    }
+    if config.decoupled_lr is not None:
+        decoupled: ParamGroupOverride = {"max_lr": config.decoupled_lr}
+        if config.decoupled_min_lr is not None:
+            decoupled["min_lr"] = config.decoupled_min_lr
+        found[ParamKey(attr=_EMBEDDING_OR_OUTPUT)] = decoupled
+    return found
+
+
 def make_param_groups(
     model_chunks: Sequence[nn.Module],
     config: OptimizerConfig,
@@ -139,43 +148,38 @@ def make_param_groups(
 
     ``wd_mult`` and ``lr_mult`` of a group are the factors by which the scheduler multiplies weight
     decay and learning rate.  The argument ``lr_mult`` applies to parameters that ``scale_lr_cond``
-    selects.  The group of --decoupled-lr has its own ``max_lr`` and ``min_lr``.  ``overrides``
-    replace both conditions on weight decay and the decoupled learning rate; of several that select
-    a parameter, the last one wins.
+    selects.  ``no_weight_decay_cond`` replaces the condition of `get_standard_config_overrides`,
+    and ``overrides`` replace both; of several that select a parameter, the last one wins.  The
+    group of --decoupled-lr has its own ``max_lr`` and ``min_lr``.
     """
-    is_free_of_decay = no_weight_decay_cond or no_weight_decay_on_vectors
     local_names = {p: name for chunk in model_chunks for name, p in chunk.named_parameters()}
+    rules = get_standard_config_overrides(config) if overrides is None else overrides
     groups: dict[tuple[object, ...], ParamGroup] = {}
     for name, param in trainable_parameters(model_chunks):
-        info = info_of(param)
         own: ParamGroupOverride = {}
-        for key, override in (overrides or {}).items():
+        for key, override in rules.items():
             if key.matches(param, name) or key.matches(param, local_names[param]):
                 own |= override
-        if overrides is None and is_free_of_decay(name, param):
-            own = {"wd_mult": 0.0}
+        if overrides is None and no_weight_decay_cond is not None:
+            own["wd_mult"] = 0.0 if no_weight_decay_cond(name, param) else 1.0
         wd_mult = own.get("wd_mult", 1.0)
         own_lr_mult = lr_mult if scale_lr_cond is not None and scale_lr_cond(name, param) else 1.0
-        is_decoupled = (
-            config.decoupled_lr is not None and info.is_embedding_or_output and overrides is None
-        )
         # Without a scheduler the peak learning rate applies from the first step.
-        peak = own.get("max_lr", config.decoupled_lr if is_decoupled else config.lr) or 0.0
+        peak = own.get("max_lr", config.lr) or 0.0
         group: ParamGroup = {
             "params": [],
             "wd_mult": wd_mult,
             "lr_mult": own_lr_mult,
-            "is_expert_parallel": info.is_expert,
-            "is_decoupled_lr": is_decoupled,
+            "is_expert_parallel": info_of(param).is_expert,
+            "is_decoupled_lr": overrides is None and "max_lr" in own,
             "lr": peak * own_lr_mult,
             "weight_decay": config.weight_decay * wd_mult,
         }
         if config.has_muon:
             group["is_matrix"] = is_matrix(name, param)
-        if is_decoupled or own.keys() & {"max_lr", "min_lr"}:
-            floor = own.get("min_lr", config.decoupled_min_lr if is_decoupled else None)
+        if own.keys() & {"max_lr", "min_lr"}:
             group["max_lr"] = peak
-            group["min_lr"] = (config.min_lr or 0.0) if floor is None else floor
+            group["min_lr"] = own.get("min_lr", config.min_lr or 0.0)
         _, *settings = group.values()
         groups.setdefault(tuple(settings), group)["params"].append(param)
     return list(groups.values())

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
+from megatron.core.config.errors import DataError
 from megatron.core.parallel.collectives import all_reduce_over
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.tensor_parallel.layers import check_token_ids
@@ -106,12 +107,21 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Return the loss of each token in float32: logits [..., p/tp], target [...] -> [...].
 
-    ``vocab_size``: true size if the logits have padding columns.  A negative target has loss 0 and
-    no gradient.  Collective over ``tp_group`` in forward.  Raises DataError for a target outside
-    the vocabulary (on a GPU a device-side assertion).
+    ``vocab_size``: true size if the logits have padding columns.  ``label_smoothing``: probability
+    that is divided over the other tokens than the target.  A negative target has loss 0 and no
+    gradient.  Collective over ``tp_group`` in forward.  Raises DataError for targets that do not
+    fit the logits or the vocabulary (on a GPU a device-side assertion for the vocabulary).
     """
-    limit = vocab_size or vocab_parallel_logits.shape[-1] * tp_group.size()
+    shape = vocab_parallel_logits.shape
+    if target.shape != shape[:-1] or target.is_floating_point():
+        raise DataError(
+            f"targets {list(target.shape)} of {target.dtype} do not fit logits {list(shape)}: pass "
+            "one token id (an integer) for each row of logits"
+        )
+    limit = vocab_size or shape[-1] * tp_group.size()
     check_token_ids(target, limit, may_ignore=True)
+    # `_VocabParallelCrossEntropy` divides over all tokens, with the target.
+    smoothing = label_smoothing * limit / (limit - 1) if label_smoothing else 0.0
     return _VocabParallelCrossEntropy.apply(
-        vocab_parallel_logits, target, label_smoothing, tp_group, vocab_size
+        vocab_parallel_logits, target, smoothing, tp_group, vocab_size
     )

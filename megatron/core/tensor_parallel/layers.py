@@ -205,6 +205,7 @@ class ColumnParallelLinear(_ShardedLinear):
                 is_embedding_or_output=is_embedding_or_output,
             )
             self.weight = new_parameter((local_size, input_size), config.params_dtype, info)
+            vars(self.weight)["partition_stride"] = stride
         if bias:
             info = param_info_for((true_size,), over=tp_group, blocks=blocks, is_expert=is_expert)
             self.bias = new_parameter((local_size,), config.params_dtype, info)
@@ -225,6 +226,11 @@ class ColumnParallelLinear(_ShardedLinear):
         assert weight is not None, "this layer has no weight of its own: pass one"
         bias = None if self.skip_bias_add else self.bias
         is_own = weight is own
+        wanted = self.output_size_per_partition, self.input_size
+        if not is_own and weight.shape != wanted:
+            raise RuntimeError(
+                f"supplied weight's shape is {tuple(weight.shape)}, not {wanted} as expected"
+            )
         call = LinearCall(
             weight,
             bias,
@@ -276,6 +282,8 @@ class RowParallelLinear(_ShardedLinear):
         communicates = tp_group.size() > 1 and not is_expert
         self.sequence_parallel = config.sequence_parallel and communicates
         self.sum_group = tp_group if communicates else None
+        if self.sequence_parallel and not input_is_parallel:
+            raise RuntimeError("to enable `sequence_parallel`, `input_is_parallel` must be `True`")
         info = param_info_for(
             (output_size, input_size), init_method, over=tp_group, dim=1, is_expert=is_expert
         )
@@ -295,7 +303,6 @@ class RowParallelLinear(_ShardedLinear):
         Also returns the bias with ``skip_bias_add``, otherwise None.
         """
         if not self.input_is_parallel:
-            assert not self.sequence_parallel, "sequence parallelism needs a parallel input"
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         if self.tp_group.size() == 1 and not self.skip_bias_add:
             return self._product(input_, self.bias), None

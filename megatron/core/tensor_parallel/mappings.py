@@ -27,7 +27,6 @@ from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -153,7 +152,7 @@ def _region(
 ) -> Callable[[Tensor, ProcessGroup], Tensor]:
     """Return a function with this forward and backward; the identity in a group of one rank."""
 
-    @library_call()
+    @library_call(unused="use_global_buffer")
     def region(input_: Tensor, group: ProcessGroup) -> Tensor:
         return _move(input_, group, forth, back)
 
@@ -173,61 +172,22 @@ reduce_scatter_last_dim_to_tensor_parallel_region = _region(
     reduce_scatter_last_dim, all_gather_last_dim
 )
 scatter_to_sequence_parallel_region = _region(_own_first_dim, all_gather_first_dim)
+reduce_scatter_to_sequence_parallel_region = _region(reduce_scatter_first_dim, all_gather_first_dim)
 # Part i of dim 0, [size, ...], is sent to, and received from, rank i.
 all_to_all_first_dim = _region(_swap_first_dim, _swap_first_dim)
 
 
-@library_call(
-    "input_ tensor_parallel_output_grad group output_split_sizes use_global_buffer",
-    unused="use_global_buffer",
-)
+@library_call("input_ tensor_parallel_output_grad group", unused="use_global_buffer")
 def gather_from_sequence_parallel_region(
-    input_: Tensor,
-    tensor_parallel_output_grad: bool = True,
-    *,
-    group: ProcessGroup,
-    output_split_sizes: Sequence[int] | None = None,
+    input_: Tensor, tensor_parallel_output_grad: bool = True, *, group: ProcessGroup
 ) -> Tensor:
     """All-gather the first dimension: [s/tp, ...] -> [s, ...].
 
     With ``tensor_parallel_output_grad`` each rank's gradient is a partial sum and backward
     reduce-scatters; without, each rank has the complete gradient and keeps its slice.
-    ``output_split_sizes``: number of rows of each rank, if they differ.
     """
-    if output_split_sizes is not None:
-        gather, scatter, keep = _uneven(output_split_sizes)
-        return _move(input_, group, gather, scatter if tensor_parallel_output_grad else keep)
     back = reduce_scatter_first_dim if tensor_parallel_output_grad else _own_first_dim
     return _move(input_, group, all_gather_first_dim, back)
-
-
-@library_call("input_ group input_split_sizes use_global_buffer", unused="use_global_buffer")
-def reduce_scatter_to_sequence_parallel_region(
-    input_: Tensor, group: ProcessGroup, input_split_sizes: Sequence[int] | None = None
-) -> Tensor:
-    """Sum over the group; each rank keeps its slice of dim 0: [s, ...] -> [s/tp, ...].
-
-    ``input_split_sizes``: number of rows that each rank keeps, if they differ.
-    """
-    if input_split_sizes is not None:
-        gather, scatter, _ = _uneven(input_split_sizes)
-        return _move(input_, group, scatter, gather)
-    return _move(input_, group, reduce_scatter_first_dim, all_gather_first_dim)
-
-
-def _uneven(rows: Sequence[int]) -> tuple[Move[ProcessGroup], ...]:
-    """Return all-gather, reduce-scatter and slice of dim 0, of which rank i has ``rows[i]``."""
-
-    def gather(x: Tensor, group: ProcessGroup) -> Tensor:
-        longest = max(rows)
-        padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, longest - x.shape[0]))
-        parts = all_gather_first_dim(padded, group).split(longest)
-        return torch.cat([part[:n] for part, n in zip(parts, rows, strict=True)])
-
-    def keep(x: Tensor, group: ProcessGroup) -> Tensor:
-        return x.narrow(0, sum(rows[: group.rank()]), rows[group.rank()]).contiguous()
-
-    return gather, lambda x, group: keep(all_reduce(x, group), group), keep
 
 
 @library_call()
@@ -254,19 +214,3 @@ def _swap_rows(
     out = x.new_empty((rows, *x.shape[1:]))
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
     return out
-
-
-@library_call()
-def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup) -> Tensor:
-    """Shard the last dimension in place of the tokens: [t/tp, h] -> [t, h/tp]."""
-    rows = input_.reshape(-1, input_.shape[-1])
-    parts = rows.unflatten(-1, (group.size(), -1)).transpose(0, 1)
-    return all_to_all_first_dim(parts, group).flatten(0, 1)
-
-
-@library_call()
-def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup) -> Tensor:
-    """Shard the tokens in place of the last dimension: [t, h/tp] -> [t/tp, h]."""
-    rows = input_.reshape(-1, input_.shape[-1])
-    parts = all_to_all_first_dim(rows.unflatten(0, (group.size(), -1)), group)
-    return parts.transpose(0, 1).flatten(1)

@@ -91,7 +91,10 @@ class RNGStatesTracker:
 
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which random numbers come from stream ``name``."""
-        assert name in self._streams, f"no stream {name}: model_parallel_seed comes first"
+        assert name in self._streams, (
+            f"no random stream {name} among {', '.join(self._streams) or 'none'}: call "
+            "model_parallel_cuda_manual_seed first"
+        )
         return self._streams[name].drawing()
 
 
@@ -123,8 +126,8 @@ def model_parallel_seed(
     ``cp_rank`` is None without context parallelism; ``capturable``: CUDA graphs may use the
     streams.
     """
-    _tracker.reset(capturable=capturable)
     device.manual_seed(seed)
+    _tracker.reset(capturable=capturable)
     _tracker.add(DATA_PARALLEL_STREAM, seed)
     context = 0 if cp_rank is None else _CONTEXT_OFFSET * (cp_rank + 1)
     _tracker.add(MODEL_PARALLEL_STREAM, seed + _TENSOR_OFFSET + tp_rank + context)

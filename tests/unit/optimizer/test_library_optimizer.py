@@ -248,7 +248,9 @@ def test_configurations_can_be_derived_and_assigned():
         def finalize(self) -> None:
             super().__post_init__()
 
-    config = Derived(optimizer="sdg", min_lr=None)
+    with pytest.raises(ConfigError, match="give the peak learning rate"):
+        get_megatron_optimizer(OptimizerConfig(), [TinyModel()])
+    config = Derived(optimizer="sdg", min_lr=None, lr=0.1)
     with pytest.raises(ConfigError, match="sdg"):
         config.finalize()
     config.optimizer = "sgd"

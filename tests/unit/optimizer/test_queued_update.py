@@ -143,6 +143,6 @@ def test_weights_are_their_own_main_parameters_on_a_simulated_gpu(
     """A plan of memory counts what the GPU stores: two bytes beside each bf16 weight."""
     with device.simulate_device("cuda"):
         model = nn.Linear(40, 8, device="meta", dtype=torch.bfloat16)
-        optimizer = get_megatron_optimizer(OptimizerConfig(), [model], pg_collection=alone)
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=1.0), [model], pg_collection=alone)
         kept = optimizer.rule.state_of(optimizer.params[0].main)["main"]
     assert [t.dtype for t in kept.tensors] == [torch.int16]

@@ -66,7 +66,7 @@ def test_two_streams_may_not_share_a_seed_or_a_name() -> None:
         tracker.add("another", 11)
     with pytest.raises(AssertionError, match="exists"):
         tracker.add(random.MODEL_PARALLEL_STREAM, 99)
-    with pytest.raises(AssertionError, match="no stream nobody"), tracker.fork("nobody"):
+    with pytest.raises(AssertionError, match="no random stream nobody"), tracker.fork("nobody"):
         pass
 
 
