@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 from megatron.core.config import flag_messages
-from megatron.core.config.option import CheckedConfig, library_field, option
+from megatron.core.config.option import library_field, option
+from megatron.core.config.rule import CheckedConfig, first_of, rules
 
 _training = partial(option, group="training")
 _distributed = partial(option, group="distributed")
@@ -18,6 +20,7 @@ _moe = partial(option, group="moe")
 _OF_TE = "it selects a path of Transformer Engine; results do not depend on it"
 _OWN_CHOICE = "this version makes this choice itself; results do not depend on it"
 _OF_WRAPPER = "the data-parallel wrapper starts its reductions and gathers itself"
+COMM_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")  # of context parallelism
 
 
 @dataclass(kw_only=True)
@@ -288,6 +291,54 @@ class ModelParallelConfig(_LibraryFields):
         "--overlap-moe-expert-parallel-comm.",
     )
 
+    RULES = rules(
+        {
+            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes: the all-to-all "
+            "size and the ring size, whose product is {context_parallel_size}": lambda c: (
+                c.hierarchical_context_parallel_sizes is None
+                and c.context_parallel_size > 1
+                and "a2a+p2p" in c.cp_comm_types
+            ),
+            f"--cp-comm-type {{found}}: use one of {', '.join(COMM_TYPES)}": lambda c: [
+                name for name in dict.fromkeys(c.cp_comm_types) if name not in COMM_TYPES
+            ],
+            # with fewer, the first rank would wait for its own output
+            "{--microbatch-group-size-per-virtual-pipeline-stage} is less than "
+            "{--pipeline-model-parallel-size}: "
+            "give {pipeline_model_parallel_size} or more": lambda c: (
+                c.virtual_pipeline_model_parallel_size is not None
+                and c.microbatch_group_size_per_vp_stage < c.pipeline_model_parallel_size
+            ),
+        },
+        first_of(
+            {
+                "--hierarchical-context-parallel-sizes {found}: give two sizes, of the all-to-all "
+                "and of the ring": lambda c: (
+                    len(sizes := c.hierarchical_context_parallel_sizes or (1, 1)) != 2
+                    and " x ".join(map(str, sizes))
+                ),
+                "--hierarchical-context-parallel-sizes {found} differs from "
+                "{--context-parallel-size}: give two sizes whose "
+                "product is {context_parallel_size}": lambda c: (
+                    (sizes := c.hierarchical_context_parallel_sizes) is not None
+                    and prod(sizes) != c.context_parallel_size
+                    and f"{' x '.join(map(str, sizes))} = {prod(sizes)}"
+                ),
+            },
+        ),
+    )
+    LIBRARY_RULES = rules(
+        {
+            "--sequence-parallel needs --tensor-model-parallel-size above 1": lambda c: (
+                c.sequence_parallel and c.tensor_model_parallel_size < 2
+            ),
+            "--defer-embedding-wgrad-compute needs --pipeline-model-parallel-size above 1": (
+                lambda c: c.defer_embedding_wgrad_compute and c.pipeline_model_parallel_size < 2
+            ),
+            "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm": None,
+        },
+    )
+
     @property
     def cp_comm_types(self) -> tuple[str, ...]:
         """Communication of context parallelism: one for all layers or one per layer."""
@@ -301,6 +352,8 @@ class ModelParallelConfig(_LibraryFields):
             self.expert_tensor_parallel_size = self.tensor_model_parallel_size
         if self.autocast_dtype is None:
             self.autocast_dtype = self.params_dtype
+        if self.microbatch_group_size_per_vp_stage is None:
+            self.microbatch_group_size_per_vp_stage = self.pipeline_model_parallel_size
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

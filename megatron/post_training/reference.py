@@ -251,7 +251,7 @@ def teacher_config(config: RunConfig) -> RunConfig:
         raise ConfigError(
             f"{what}: the teacher does not fit the layout of this run: {error}"
         ) from None
-    return replace(resolved, model=replace(resolved.model, perform_initialization=False))
+    return replace(resolved, model=resolved.model.changed(perform_initialization=False))
 
 
 def teacher_folder(config: RunConfig) -> Path:

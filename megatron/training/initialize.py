@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.config.rule import problems_of
 from megatron.core.config_logger import has_config_logger_enabled, log_config_to_disk
 from megatron.core.device import cpu_tuning, determinism, nccl_allocator
 from megatron.core.diagnostics.fault_injection import check_faults
@@ -44,7 +45,7 @@ from megatron.training.arguments.flat_values import resolve_args
 from megatron.training.arguments.parser import OF_PROGRAM, apply_defaults, parse_args
 from megatron.training.arguments.rules.parallel import GLOO_RULES
 from megatron.training.arguments.rules.requirements import NEEDS_GPU
-from megatron.training.arguments.rules.rule import problems_of
+from megatron.training.arguments.rules.rule import Settings
 from megatron.training.arguments.sections import SECTIONS
 from megatron.training.callbacks.user import callback_problems
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
@@ -333,7 +334,7 @@ def _init_default_group(config: RunConfig, store: dist.Store | None) -> None:
         backend = device.default_backend()
     if device.is_cuda():  # --device auto was not checked
         on_a_gpu = replace(config, distributed=replace(config.distributed, device=device.CUDA))
-        ConfigError.raise_for(problems_of(GLOO_RULES, on_a_gpu))
+        ConfigError.raise_for(problems_of(GLOO_RULES, Settings(on_a_gpu)))
     allocators = (os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("CUDA_", ""))
     if config.model.uses_graphs and any("expandable_segments:True" in a for a in allocators):
         # NCCL cannot register expandable segments as buffers of captured collectives.

@@ -26,11 +26,12 @@ import torch
 from torch.distributed.run import get_args_parser
 
 import megatron_commands as commands
+from megatron.core.config import rule
 from megatron.core.config.errors import ConfigError
 from megatron.post_training.rl.environment import open_environments
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from megatron.training.arguments.rules import rule
+from megatron.training.arguments.rules.rule import Settings
 from tests.repo.source import ROOT
 from tests.support import forked
 from tests.support import scripts_for_megatron as scripts
@@ -195,9 +196,9 @@ def check_check() -> None:
     words += "--num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1 "
     words += "--mock-data --tokenizer-type NullTokenizer --vocab-size 8 --multi-latent-attention"
     config = resolve(parse_args(argv=words.split()), 1)
-    heads = replace(config.model, num_attention_heads=3, qk_pos_emb_head_dim=3)
+    heads = config.model.changed(num_attention_heads=3, qk_pos_emb_head_dim=3)
     asked = {**config.asked, "kv_channels": None}
-    problems = rule.problems_of(rules, replace(config, model=heads, asked=asked))
+    problems = rule.problems_of(rules, Settings(replace(config, model=heads, asked=asked)))
     assert [problem.split()[0] for problem in problems] == [
         "--hidden-size",
         "--fp8-param-gather",

@@ -52,7 +52,8 @@ threads of one process (`--virtual-ranks`), which communicate through memory.
 A field of a configuration with `option()` is a flag (sections of the configuration use aliases such
 as `_distributed = partial(option, group=...)`): the parser, the help text and Megatron-LM's
 attribute names come from it. `resolve` turns the parsed values into a frozen `RunConfig`: it
-derives values that were not given (`DERIVATIONS` of `derive.py`, in order) and evaluates all rules
+derives values that were not given (`DERIVATIONS` of `derive.py`, in order) and evaluates all rules:
+`RULES` of the configurations of `megatron.core`, which a project that constructs one meets too, and
 of `arguments/rules`. A rule is a condition and its message. Errors of parsing end the program
 first; all conflicts that rules find are then reported together. Only what needs the device is
 checked later, in `connect`.
@@ -181,7 +182,7 @@ ARGV_TO_CONFIG = _in(
                 _in(f"{_ARGUMENTS}/options.py", "read_config"),
                 _in(f"{_TRAINING}/config/run.py", "RunConfig"),
             ),
-            _in(f"{_ARGUMENTS}/rules/rule.py", "problems_of"),
+            _in("megatron/core/config/rule.py", "problems_of"),
             _in(f"{_ARGUMENTS}/rules/rule.py", "warnings_of"),
         ),
     ),

@@ -34,6 +34,13 @@ class ConfigError(MegatronError, ValueError):
             raise error
 
 
+class FieldError(ConfigError, AssertionError):
+    """Values of a config's fields that contradict each other.
+
+    Megatron Core raises ValueError for some of them and AssertionError for the others.
+    """
+
+
 class DataError(MegatronError, ValueError):
     """Data file that is missing, damaged, or does not match the run."""
 

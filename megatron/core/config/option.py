@@ -7,22 +7,21 @@ the run with an error message) or ``ignored`` (it prints one warning).  `library
 field of Megatron Core that is not a flag.
 
 This repository never assigns to a field of a config: ``dataclasses.replace`` makes a changed copy.
-Projects that use the library do; `CheckedConfig` checks their values.
+Projects that use the library do; `CheckedConfig` of `rule` checks their values.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from megatron.core.config.errors import ConfigError
-
 _KEY = "option"
 _LIBRARY_KEY = "library"
-_IS_CHECKED = "_is_checked"
+_NO_TEXT = re.compile(r"(int|float|bool|torch\.dtype|None|Callable\[.*\]|tuple\[.*\]| \| )+")
 SAME = object()  # the command line's default is the field's default
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -115,59 +114,6 @@ def library_fields_of(config_class: type) -> list[tuple[dataclasses.Field[object
     return [(f, entry) for f, entry in known if entry is not None]
 
 
-class CheckedConfig:
-    """Base of the config dataclasses, whose values are checked.
-
-    Construction derives values and checks all.  A value that is assigned later is checked at once
-    by its own field; how it fits the others is checked when the config is used (`check`).
-    """
-
-    @classmethod
-    def unchecked(cls, **values: Any) -> Any:
-        """Construct a config whose values the caller checks, to report all problems at once."""
-        config = cls.__new__(cls)
-        vars(config)[_IS_CHECKED] = None
-        config.__init__(**values)  # type: ignore[misc]
-        return config
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__hash__" not in vars(cls):  # which dataclass() would set to None
-            cls.__hash__ = CheckedConfig.__hash__  # type: ignore[method-assign]
-
-    def __post_init__(self) -> None:
-        self.derive()
-        if vars(self).get(_IS_CHECKED, False) is None:
-            vars(self)[_IS_CHECKED] = True
-        self.check()
-
-    def derive(self) -> None:
-        """Fill in values that depend on other fields."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield an error message for each combination of values that is not possible."""
-        yield from ()
-
-    def check(self) -> None:
-        """Raise ConfigError if values contradict each other; again only after an assignment."""
-        if not vars(self).get(_IS_CHECKED):
-            of_fields = (problem_of_value(f, getattr(self, f.name)) for f in fields(self))  # type: ignore
-            if problems := [*filter(None, of_fields)] or [*self.problems()]:
-                raise ConfigError("; ".join(problems))
-            vars(self)[_IS_CHECKED] = True
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if vars(self).get(_IS_CHECKED) is not None:
-            f = getattr(type(self), "__dataclass_fields__", {}).get(name)
-            if f is not None and (problem := problem_of_value(f, value)):
-                raise ConfigError(problem)
-            vars(self)[_IS_CHECKED] = False
-        object.__setattr__(self, name, value)
-
-    def __hash__(self) -> int:
-        return hash(tuple(_hashable(getattr(self, f.name)) for f in fields(self)))  # type: ignore
-
-
 def problem_of_value(f: dataclasses.Field[Any], value: object) -> str | None:
     """Return why a config cannot have ``value`` in field ``f``, or None."""
     if value is None or value is f.default or value == f.default:
@@ -175,6 +121,10 @@ def problem_of_value(f: dataclasses.Field[Any], value: object) -> str | None:
     entry, opt = f.metadata.get(_LIBRARY_KEY), f.metadata.get(_KEY)
     if entry is not None and entry.is_refused:
         return f"{f.name} {value}: {entry.reason}"
+    if isinstance(value, str) and isinstance(f.type, str) and _NO_TEXT.fullmatch(f.type):
+        return f"{f.name} {value!r}: a value of type {f.type} is needed"
+    if isinstance(value, int | float) and str(f.type).startswith(("tuple", "Callable")):
+        return f"{f.name} {value}: a value of type {f.type} is needed"
     if opt is None:
         return None
     if opt.refused and value not in opt.harmless:
@@ -187,7 +137,3 @@ def problem_of_value(f: dataclasses.Field[Any], value: object) -> str | None:
         if is_number and opt.at_least is not None and part < opt.at_least and opt.parse is None:
             return f"{f.name} {part}: at least {opt.at_least} is needed"
     return None
-
-
-def _hashable(value: object) -> object:
-    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value

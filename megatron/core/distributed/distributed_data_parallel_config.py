@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.config import flag_messages
-from megatron.core.config.option import INT64_MAX, CheckedConfig, library_field, option
+from megatron.core.config.option import INT64_MAX, library_field, option
+from megatron.core.config.rule import CheckedConfig, rules
 
 _distributed = partial(option, group="distributed")
 
@@ -161,10 +161,23 @@ class DistributedDataParallelConfig(CheckedConfig):
     preserve_fp32_weights: bool = library_field(True, "the optimizer keeps main parameters in fp32")
     disable_symmetric_registration: bool = library_field(False, "nccl_ub decides")
 
-    def problems(self) -> Iterator[str]:
-        """Yield an error message for each combination of values that is not possible."""
-        if self.use_megatron_fsdp and not self.preserve_fp32_weights:
-            yield "preserve_fp32_weights=False: FSDP always stores parameters in fp32"
+    RULES = rules(
+        {
+            "--ddp-num-buckets and --ddp-bucket-size both set "
+            "the bucket size: keep one": lambda c: (
+                c.ddp_num_buckets is not None and c.bucket_size is not None
+            ),
+            "--use-torch-fsdp2 and --use-megatron-fsdp exclude each other: keep the first for "
+            "full sharding, the second to choose it by --data-parallel-sharding-strategy": None,
+        }
+    )
+    LIBRARY_RULES = rules(
+        {
+            "preserve_fp32_weights=False: FSDP always stores parameters in fp32": lambda c: (
+                c.use_megatron_fsdp and not c.preserve_fp32_weights
+            ),
+        }
+    )
 
 
 # -- what data-parallel ranks shard, from the configuration or arguments with the same names -----

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from megatron.core.config import flag_messages
-from megatron.core.config.option import CheckedConfig, library_field, option
+from megatron.core.config.option import library_field, option
+from megatron.core.config.rule import CheckedConfig, first_of, given, rules, where
 from megatron.core.diagnostics.timers import Timers
 from megatron.core.registry import Registry
 
@@ -223,6 +224,42 @@ class OptimizerConfig(CheckedConfig):
     config_logger_dir: str = library_field("", "TransformerConfig.config_logger_dir decides")
     # Measures the parts of a step.
     timers: Timers | None = None
+
+    RULES = rules(
+        first_of(
+            {
+                "--decoupled-min-lr needs --decoupled-lr": None,
+                "{--decoupled-min-lr} is greater than {--decoupled-lr}: lower it": lambda c: (
+                    c.decoupled_lr is not None and (c.decoupled_min_lr or 0.0) > c.decoupled_lr
+                ),
+            },
+        ),
+        {
+            "{found}: a number from 0 up to, but not including, 1 is needed": given(
+                "--adam-beta1 --adam-beta2 --lion-beta1 --lion-beta2 --muon-momentum",
+                lambda rate: not 0 <= rate < 1,
+            ),
+            "{found}: a number greater than 0 is needed": given(
+                "--adam-eps --loss-scale", lambda value: value <= 0
+            ),
+            "{found}: a number from 0 to 1 is needed": given(
+                "--optimizer-offload-fraction", lambda share: not 0 <= share <= 1
+            ),
+            "{--min-loss-scale} must be greater than 0 and "
+            "at most {--initial-loss-scale}": lambda c: (
+                not 0 < c.min_loss_scale <= c.initial_loss_scale
+            ),
+        },
+        where(
+            lambda c: not c.use_precision_aware_optimizer,
+            {
+                "{found} needs --use-precision-aware-optimizer: add it": given(
+                    "--main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype",
+                    lambda dtype: dtype not in ("fp32", torch.float32),
+                ),
+            },
+        ),
+    )
 
     @property
     def has_muon(self) -> bool:

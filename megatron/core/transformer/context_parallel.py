@@ -43,7 +43,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import ConfigError
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.model_parallel_config import COMM_TYPES, ModelParallelConfig
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import (
     Block,
@@ -299,9 +299,6 @@ def _heads_first(x: Tensor) -> Tensor:
 def _tokens_first(x: Tensor) -> Tensor:
     """Return a view with tokens first: [b, n, s, d] -> [s, b, n, d]."""
     return x.permute(2, 0, 1, 3)
-
-
-COMM_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
 
 
 class AttentionContext(NamedTuple):

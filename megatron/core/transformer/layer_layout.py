@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
 
@@ -17,7 +18,9 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.pipeline_parallel.plan import placement_of
 from megatron.core.transformer.pipeline_parallel_layer_layout import LAYOUT, parse_layout
-from megatron.core.transformer.transformer_config import TransformerConfig
+
+if TYPE_CHECKING:  # which imports this module, for its rules
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 
@@ -154,6 +157,19 @@ def _num_slots(config: TransformerConfig) -> int:
 
 
 # ---- error messages ------------------------------------------------------------------------
+
+
+def has_explicit_layout(config: TransformerConfig) -> bool:
+    """Return whether fields determine the layers of some stages."""
+    counts = (
+        config.pipeline_model_parallel_layout,
+        config.num_layers_in_first_pipeline_stage,
+        config.num_layers_in_last_pipeline_stage,
+    )
+    counts_ends = (
+        config.account_for_embedding_in_pipeline_split or config.account_for_loss_in_pipeline_split
+    )
+    return counts_ends or any(count is not None for count in counts)
 
 
 def layout_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from megatron.core.config.option import CheckedConfig
+from megatron.core.config.rule import CheckedConfig
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.module_state import ShardedModule
 from megatron.core.params.param_init import initialize_parameters

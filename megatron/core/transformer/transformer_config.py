@@ -7,7 +7,7 @@ see `CheckedConfig` for values that are assigned later.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from megatron.core.transformer.config.execution import (
 )
 from megatron.core.transformer.config.moe import MoEConfig
 from megatron.core.transformer.config.precision import PrecisionConfig
+from megatron.core.transformer.config.rules import LIBRARY_RULES, RULES
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 _DERIVED: Any = None
@@ -51,6 +52,9 @@ class TransformerConfig(
 ):
     """Configuration of a stack of transformer layers."""
 
+    RULES = RULES
+    LIBRARY_RULES = LIBRARY_RULES
+
     gated_linear_unit: bool = False
     activation_func: Callable[[Tensor], Tensor] = F.gelu
     bias_activation_fusion: bool = False
@@ -68,10 +72,8 @@ class TransformerConfig(
     moe_token_dropping: bool = library_field(
         False, "moe_expert_capacity_factor decides which tokens are dropped"
     )
-    moe_router_topk_limited_devices: int | None = library_field(
-        None, "use moe_router_num_groups and moe_router_group_topk", refused=True
-    )
-    moe_layer_recompute: bool = library_field(False, "use recompute_modules with moe", refused=True)
+    moe_router_topk_limited_devices: int | None = None  # a group is the experts of a rank
+    moe_layer_recompute: bool = False
     moe_per_layer_logging: bool = library_field(False, "the caller of the log decides")
     cuda_graph_use_single_mempool: bool = library_field(False, flag_messages.NO_KERNEL)
     cuda_graph_retain_backward_graph: bool = library_field(False, flag_messages.NO_KERNEL)
@@ -115,8 +117,6 @@ class TransformerConfig(
     def derive(self) -> None:
         """Fill in values that depend on other fields."""
         super().derive()
-        if self.recompute_granularity == "adaptive":  # an old name
-            self.recompute_granularity = "full"
         if self.ffn_hidden_size is None:
             self.ffn_hidden_size = 4 * self.hidden_size
         if self.multi_latent_attention:  # head width is the sum of unrotated and rotated channels
@@ -128,6 +128,12 @@ class TransformerConfig(
             self.num_query_groups = self.num_attention_heads
         if self.num_moe_experts is not None and self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
+        if self.moe_layer_recompute and self.num_moe_experts:
+            self.recompute_modules = [*{*self.modules_to_recompute, "moe"}]
+            self.recompute_granularity = "selective"
+        if self.moe_router_topk_limited_devices and not self.moe_router_group_topk:
+            self.moe_router_group_topk = self.moe_router_topk_limited_devices
+            self.moe_router_num_groups = self.expert_model_parallel_size
         if (self.moe_expert_capacity_factor or 0) < 0:
             self.moe_expert_capacity_factor = None
         if self.apply_query_key_layer_scaling:
@@ -154,41 +160,6 @@ class TransformerConfig(
         if _is_derived(self.embedding_init_method):
             own = self.init_method if std is None else Init("normal", std, is_derived=True)
             self.embedding_init_method = own
-
-    def problems(self) -> Iterator[str]:
-        """Yield an error message for each combination of values that is not possible."""
-        yield from self.head_problems()
-        yield from self.moe_problems() if self.num_moe_experts else self.dense_problems()
-        yield from self.precision_problems()
-
-    def head_problems(self) -> Iterator[str]:
-        """Yield an error message for heads that the tensor-parallel ranks cannot divide."""
-        ranks = self.tensor_model_parallel_size
-        heads = {"--num-attention-heads": self.num_attention_heads}
-        if self.num_query_groups != self.num_attention_heads:
-            heads["--num-query-groups"] = self.num_query_groups
-        for flag, count in heads.items():
-            if count % ranks:
-                yield (
-                    f"{flag} {count} cannot be split over --tensor-model-parallel-size {ranks}: "
-                    f"use a tensor-parallel size that divides {count}"
-                )
-
-    def dense_problems(self) -> Iterator[str]:
-        """Yield an error message for expert parallelism without experts."""
-        if self.expert_model_parallel_size > 1:
-            yield (
-                f"--expert-model-parallel-size {self.expert_model_parallel_size} needs "
-                "--num-experts: a dense model has no experts to split over ranks"
-            )
-
-    def precision_problems(self) -> Iterator[str]:
-        """Yield an error message for two dtypes of parameters."""
-        if self.fp16 and self.bf16:
-            yield (
-                "--bf16 and --fp16 exclude each other: keep --bf16 on hardware with bf16 matmuls, "
-                "--fp16, with its loss scaling, on older GPUs"
-            )
 
     def _initialization(self, std: float) -> Init:
         if self.init_method_xavier_uniform:

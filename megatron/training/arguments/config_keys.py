@@ -54,6 +54,7 @@ moe_token_dropping=False | use moe_expert_capacity_factor to drop tokens
 output_layer_init_method | use init_method_std instead
 embedding_init_method | use embedding_init_method_std
 heterogeneous_block_specs=False | use heterogeneous_layers_config_path
+moe_router_topk_limited_devices | use moe_router_num_groups and moe_router_group_topk
 standalone_embedding_stage=False | use account_for_embedding_in_pipeline_split
 """
 # The same for keys that are ignored with a warning.

@@ -132,7 +132,7 @@ def pipeline(ns: Namespace) -> None:
     In this order, the number follows from --num-layers-per-virtual-pipeline-stage,
     --pipeline-model-parallel-layout or --num-virtual-stages-per-pipeline-rank; the default is 2
     with --pipeline-schedule zb-v, otherwise 1.  Without virtual stages --align-param-gather has
-    no effect.  --microbatch-group-size-per-virtual-pipeline-stage defaults to the pipeline size.
+    no effect.
     """
     chunks = ns.num_virtual_stages_per_pipeline_rank
     if ns.num_layers_per_virtual_pipeline_stage is not None:
@@ -148,8 +148,6 @@ def pipeline(ns: Namespace) -> None:
     ns.virtual_pipeline_model_parallel_size = chunks if chunks is not None and chunks > 1 else None
     if ns.virtual_pipeline_model_parallel_size is None:
         ns.align_param_gather = False
-    if ns.microbatch_group_size_per_vp_stage is None:
-        ns.microbatch_group_size_per_vp_stage = ns.pipeline_model_parallel_size
 
 
 def _stages(layout: str) -> int:

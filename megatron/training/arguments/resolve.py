@@ -13,11 +13,11 @@ from typing import Any
 from megatron.core.config import flag_messages
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, flag_of, options_of
+from megatron.core.config.rule import problems_of
 from megatron.training.arguments.derive import DERIVATIONS
 from megatron.training.arguments.options import namespace_default, read_config
 from megatron.training.arguments.parser import OF_PROGRAM, PARSE_WARNINGS
 from megatron.training.arguments.rules import (
-    execution,
     files,
     images,
     model,
@@ -27,7 +27,7 @@ from megatron.training.arguments.rules import (
     training,
 )
 from megatron.training.arguments.rules.requirements import REQUIREMENTS
-from megatron.training.arguments.rules.rule import problems_of, warnings_of
+from megatron.training.arguments.rules.rule import Settings, warnings_of
 from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS, flags_and_defaults
 from megatron.training.arguments.value_rules import has_excessive_number, out_of_range
 from megatron.training.config.run import RunConfig
@@ -38,9 +38,9 @@ RULES = (
     *moe.RULES,
     *model.RULES,
     *images.RULES,
-    *execution.RULES,
     *training.RULES,
     *post_training.RULES,
+    *(rule for section in SECTIONS.values() for rule in getattr(section, "RULES", ())),
 )
 
 # Values of the launcher, in namespaces of scripts written for Megatron-LM.
@@ -116,7 +116,7 @@ def resolve(
         extra=dict(extra),
         asked={dest: value for dest, value in given.items() if dest != "yaml_cfg"},
     )
-    ConfigError.raise_for([*problems, *problems_of(RULES, config)])
+    ConfigError.raise_for([*problems, *problems_of(RULES, Settings(config))])
     return replace(config, warnings=(*warnings, *warnings_of(REQUIREMENTS, config)))
 
 
@@ -128,7 +128,7 @@ def require_training(config: RunConfig) -> RunConfig:
     if config.trains:
         return config
     config = replace(config, trains=True)
-    ConfigError.raise_for(problems_of(RULES, config))
+    ConfigError.raise_for(problems_of(RULES, Settings(config)))
     return config
 
 

@@ -202,8 +202,8 @@ def _types(config: RunConfig, ids: Tensor) -> Tensor | None:
 @torch.no_grad()
 def our_model(run: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int) -> nn.Module:
     """Build the model that ``run`` describes, in float32 and eval mode, and load ``tensors``."""
-    config = replace(
-        run.model, params_dtype=torch.float32, bf16=False, fp16=False, perform_initialization=False
+    config = run.model.changed(
+        params_dtype=torch.float32, bf16=False, fp16=False, perform_initialization=False
     )
     model = build_model_stage(
         replace(run, model=config),

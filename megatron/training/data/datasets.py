@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.config.rule import problems_of
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Blend
 from megatron.core.packed_seq_params import PackedBounds
-from megatron.training.arguments.rules.rule import problems_of
+from megatron.training.arguments.rules.rule import Settings
 from megatron.training.arguments.rules.training import SCHEDULE_LENGTHS
 from megatron.training.config.data import DATASETS
 from megatron.training.data.loaders import agree_on, get_blend_and_blend_per_split, reads_data
@@ -96,7 +97,7 @@ def count_epochs(run: RunContext) -> None:
         f"{num_rows} rows, {batch} in a step"
     )
     run.config = replace(run.config, training=replace(training, train_iters=run.train_iters))
-    ConfigError.raise_for(problems_of(SCHEDULE_LENGTHS, run.config))
+    ConfigError.raise_for(problems_of(SCHEDULE_LENGTHS, Settings(run.config)))
 
 
 def _without_weights(blend: Blend | None) -> Blend | None:

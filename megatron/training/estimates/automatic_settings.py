@@ -34,7 +34,7 @@ def resolve_pipeline_split(config: RunConfig, padded_vocab_size: int) -> RunConf
     sizes = balanced_sizes(layers, num_stages, first=first, last=loss)
     layout = "|".join("t" * size for size in sizes)
     layout = f"E{layout}{'m' * (model.mtp_num_layers or 0)}L"
-    settled = replace(model, pipeline_split="even", pipeline_model_parallel_layout=layout)
+    settled = model.changed(pipeline_split="even", pipeline_model_parallel_layout=layout)
     return replace(config, model=settled)
 
 
@@ -117,7 +117,7 @@ def resolve_loss_chunks(config: RunConfig, padded_vocab_size: int, memory: float
     if logits_bytes(config, padded_vocab_size) <= _SHARE_OF_ALL * memory:
         return config
     size = max(_LEAST_TOKENS, int(_SHARE_OF_CHUNK * memory / each))
-    return replace(config, model=replace(model, loss_chunk_size=size))
+    return replace(config, model=model.changed(loss_chunk_size=size))
 
 
 def chunk_line(config: RunConfig, padded_vocab_size: int) -> str | None:

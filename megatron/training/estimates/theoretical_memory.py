@@ -41,11 +41,9 @@ class ParameterCount:
 
 def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCount:
     """Return the number of parameters by formula, without learned position embeddings."""
-    of_rank = replace(
-        config,
-        model=replace(config.model, tensor_model_parallel_size=1, expert_tensor_parallel_size=1),
-    )
-    whole = replace(of_rank, model=replace(of_rank.model, expert_model_parallel_size=1))
+    model = config.model.changed(tensor_model_parallel_size=1, expert_tensor_parallel_size=1)
+    of_rank = replace(config, model=model)
+    whole = replace(of_rank, model=model.changed(expert_model_parallel_size=1))
     has_text = not model_kind_of(config).classifies_images
     embedding = config.model.hidden_size * padded_vocab_size * has_text
     num_embeddings = 2 if config.language_model.untie_embeddings_and_output_weights else 1

@@ -170,7 +170,7 @@ def encoder_config(config: RunConfig) -> TransformerConfig:
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    return TransformerConfig(**values)
+    return TransformerConfig.unchecked(**values)
 
 
 def projector_config(config: RunConfig) -> TransformerConfig:
@@ -184,7 +184,7 @@ def projector_config(config: RunConfig) -> TransformerConfig:
         is_wide = KINDS[config.vision.vision_model_type].reads_any_size
         width = 4 * encoder_config(config).hidden_size if is_wide else config.model.hidden_size
         values |= _convention(F.gelu) | {"ffn_hidden_size": width}
-    return TransformerConfig(**values)
+    return TransformerConfig.unchecked(**values)
 
 
 def follows_architecture(config: RunConfig) -> bool:
@@ -228,7 +228,7 @@ def audio_encoder(config: RunConfig) -> MediaEncoder:
 
     Raises ConfigError if the folder has no config.json of a Whisper model.
     """
-    layers = replace(encoder_config(config), **_convention(F.gelu))
+    layers = encoder_config(config).changed(**_convention(F.gelu))
     num_mel_bins = _NUM_MEL_BINS
     if config.mimo.audio_encoder_model is not None:
         given = whisper_config(config.mimo.audio_encoder_model)

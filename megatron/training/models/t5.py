@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ def build_t5_model(config: RunConfig, *, vp_stage: int | None = None, **stage: A
     encoder = config.model
     depth = config.language_model.decoder_num_layers
     assert depth is not None, "it follows from --num-layers"
-    decoder = replace(encoder, num_layers=depth)
+    decoder = encoder.changed(num_layers=depth)
     if encoder.transformer_impl == "local":
         encoder_spec = get_t5_encoder_with_local_block_spec(encoder.num_layers)
         decoder_spec = get_t5_decoder_with_local_block_spec(decoder.num_layers)

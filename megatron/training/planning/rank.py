@@ -95,8 +95,7 @@ def cost_of_rank(
             world._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
             # Tensors without memory take no initial values; DeepEP, and GEMMs that overlap with
             # collectives, cannot run on them.
-            model = replace(
-                config.model,
+            model = config.model.changed(
                 perform_initialization=False,
                 moe_enable_deepep=False,
                 tp_comm_overlap=False,

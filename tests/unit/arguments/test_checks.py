@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.config.rule import Rule
+from megatron.core.transformer.config import rules as core_rules
 from megatron.training.arguments import resolve as resolving
 from megatron.training.arguments.parser import build_parser, parse_args
 from megatron.training.arguments.resolve import RULES, resolve
 from megatron.training.arguments.rules.model import problems_of_kind
 from megatron.training.arguments.rules.requirements import REQUIREMENTS
-from megatron.training.arguments.rules.rule import Rule, Settings
+from megatron.training.arguments.rules.rule import Settings
 from megatron.training.arguments.sections import flags_and_defaults, options_by_dest
-from megatron.training.config.run import RunConfig
 from tests.support.command_lines import argv, problems_of, run_of
 
 Case = tuple[str, int, tuple[str, ...], str]  # words, world size, flags left out, message
@@ -56,8 +57,7 @@ def test_the_good_command_line_has_no_problem_and_no_warning() -> None:
 def test_every_rule_has_a_command_line_that_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     unbroken = dict.fromkeys(range(len(RULES)))
 
-    def record(rules: tuple[Rule, ...], config: RunConfig) -> list[str]:
-        settings = Settings(config)
+    def record(rules: tuple[Rule, ...], settings: Settings) -> list[str]:
         problems = [list(rule.problems(settings)) for rule in rules]
         for i, found in enumerate(problems):
             if found:
@@ -79,7 +79,8 @@ def test_rules_name_flags_and_fields_that_exist() -> None:
         flags = re.findall(r"--[\w-]+", " ".join([rule.message, *conditions]))
         assert all(settings.shown(flag) for flag in flags if f"{{{flag}}}" in rule.message)
         assert all(settings.shown(flag) for flag in flags if flag in " ".join(conditions))
-    for file in Path(inspect.getfile(Rule)).parent.glob("*.py"):
+    files = Path(inspect.getfile(Settings)).parent.glob("*.py")
+    for file in (*files, Path(inspect.getfile(core_rules))):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "c":
                 assert hasattr(settings, node.attr), f"{file.name}: {node.attr}"

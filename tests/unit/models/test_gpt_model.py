@@ -179,7 +179,6 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
         "recompute_method": "block",
         "recompute_num_layers": 2,
     },
-    "adaptive": {"recompute_granularity": "adaptive"},
     "core_attn": {"recompute_granularity": "selective"},
     "layernorm": {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},

@@ -70,7 +70,7 @@ def test_a_project_may_derive_and_check_later() -> None:
     config.finalize()
     assert (config.kv_channels, config.ffn_hidden_size) == (8, 256)
     config.fp16 = True
-    with pytest.raises(ConfigError, match="--bf16 and --fp16 exclude each other"):
+    with pytest.raises(ConfigError, match="bf16 and fp16 exclude each other"):
         config.finalize()
 
 
@@ -99,18 +99,23 @@ def test_values_are_checked_at_construction_and_assignment(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"fp16": True, "bf16": True}, "--bf16 and --fp16 exclude each other"),
-        ({"tensor_model_parallel_size": 3}, "--num-attention-heads 4 cannot be split over"),
-        ({"tensor_model_parallel_size": 4, "num_query_groups": 2}, "--num-query-groups 2 cannot"),
-        ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2 needs --num-experts"),
-        ({"num_moe_experts": 4, "moe_enable_deepep": True}, "needs --moe-token-dispatcher-type"),
+        ({"fp16": True, "bf16": True}, "bf16 and fp16 exclude each other"),
+        ({"tensor_model_parallel_size": 3}, "num_attention_heads 4 cannot be split over"),
+        ({"tensor_model_parallel_size": 4, "num_query_groups": 2}, "num_query_groups 2 cannot"),
+        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size 2 needs num_moe_experts"),
+        ({"num_moe_experts": 4, "moe_enable_deepep": True}, "needs moe_token_dispatcher_type flex"),
+        ({"recompute_granularity": "full"}, "full needs recompute_method uniform or block"),
+        ({"sequence_parallel": True}, "needs tensor_model_parallel_size above 1"),
+        ({"moe_ffn_hidden_size": 8}, "moe_ffn_hidden_size 8 needs num_moe_experts"),
+        ({"cp_comm_type": ["p2p"] * 3}, "cp_comm_type has 3 entries and num_layers is 4"),
     ],
 )
 def test_contradictions_are_found_at_construction_and_at_the_use_of_a_changed_config(
     values: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        config_of(**values)
+    for kind in (ValueError, AssertionError):
+        with pytest.raises(kind, match=message):
+            config_of(**values)
     config = config_of()
     for name, value in values.items():
         setattr(config, name, value)
@@ -176,7 +181,9 @@ def test_configs_of_latent_attention_have_the_defaults_of_megatron_core() -> Non
 
 
 def test_other_configs_take_dtypes_and_assignments_too() -> None:
-    optimizer = OptimizerConfig(lr=1e-3, exp_avg_dtype=torch.bfloat16, timers=print)
+    optimizer = OptimizerConfig(
+        lr=1e-3, use_precision_aware_optimizer=True, exp_avg_dtype=torch.bfloat16, timers=print
+    )
     optimizer.exp_avg_sq_dtype = "fp16"
     optimizer.lr = 0.1
     with pytest.raises(ValueError, match="optimizer unknown: use one of adam, sgd"):

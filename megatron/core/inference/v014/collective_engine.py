@@ -157,7 +157,7 @@ def replicated_sequences(model: nn.Module) -> Changes:
         config = attributes.get("config")
         if isinstance(config, TransformerConfig) and config.sequence_parallel:
             if id(config) not in configs:
-                configs[id(config)] = replace(config, sequence_parallel=False)
+                configs[id(config)] = config.changed(sequence_parallel=False)
             changes["config"] = configs[id(config)]
         found.append((attributes, changes))
         # Transformer Engine's module is not registered as a submodule of its layer.

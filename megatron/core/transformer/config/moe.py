@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -148,30 +148,6 @@ class MoEConfig:
         "--moe-router-topk 1.",
         aliases=("--export-moe-apply-probs-on-input",),
     )
-
-    def moe_problems(self) -> Iterator[str]:
-        """Yield an error message for each contradiction in the settings of a model with experts."""
-        if self.moe_router_score_function == "softmax":
-            if self.moe_router_enable_expert_bias:
-                yield (
-                    "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: "
-                    "add it"
-                )
-            is_sinkhorn = self.load_balancing_types == ("sinkhorn",)
-            if self.moe_router_topk == 1 and not self.moe_router_pre_softmax and not is_sinkhorn:
-                yield (
-                    "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over one "
-                    "expert is always 1, so the router would have no gradient"
-                )
-        if self.moe_enable_deepep and self.moe_token_dispatcher_type != "flex":
-            yield "--moe-enable-deepep needs --moe-token-dispatcher-type flex"
-        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type == "allgather":
-            yield (
-                "--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall or flex: "
-                "allgather has no all-to-all to overlap"
-            )
-        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
-            yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
 
     @property
     def load_balancing_types(self) -> tuple[str, ...]:

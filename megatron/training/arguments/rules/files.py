@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
+from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
-from megatron.training.arguments.rules.rule import (
-    Settings,
-    first_of,
-    given,
-    named,
-    refusal,
-    rules,
-    where,
-)
+from megatron.training.arguments.rules.rule import Settings, named, refusal
 from megatron.training.arguments.value_rules import out_of_range
 
 _SIZES = "--num-layers --hidden-size --num-attention-heads --seq-length --micro-batch-size".split()

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
+from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.models.vision.kinds import KINDS, image_problems
-from megatron.training.arguments.rules.rule import (
-    Settings,
-    first_of,
-    given,
-    refusal,
-    rules,
-    where,
-)
+from megatron.training.arguments.rules.rule import Settings, refusal
 from megatron.training.config.mimo import MODALITIES
 from megatron.training.models.encoders import format_problem, image_encoder, whisper_config
 

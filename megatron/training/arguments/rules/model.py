@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.device import CPU
 from megatron.core.models.common.embeddings.rotary_pos_embedding import wrong_sections
 from megatron.core.ssm.mamba_hybrid_layer_allocation import (
@@ -12,7 +13,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import (
     pattern_problems,
 )
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
-from megatron.training.arguments.rules.rule import Settings, first_of, given, refusal, rules, where
+from megatron.training.arguments.rules.rule import Settings, refusal
 from megatron.training.config.language_model import MODEL_KINDS
 from megatron.training.config.run import PRETRAINING
 from megatron.training.models.registry import model_kind
@@ -66,42 +67,9 @@ _ARCHITECTURE = rules(
             and c.num_attention_heads
             and c.hidden_size % c.num_attention_heads
         ),
-        "{--num-query-groups} does not divide "
-        "{--num-attention-heads}: use a divisor of it": lambda c: (
-            c.asked["group_query_attention"]
-            and (c.num_query_groups < 1 or c.num_attention_heads % c.num_query_groups)
-        ),
         "{found} exclude each other: keep the model's activation": _find_activation_functions,
-        "{found}: a number greater than 0 is needed": given(
-            "--activation-func-clamp-value", lambda clamp: clamp <= 0
-        ),
-        "{found}: a probability from 0 up to, but not including, 1 is needed": given(
-            "--attention-dropout --hidden-dropout", lambda p: not 0 <= p < 1
-        ),
-        "{found}: use a cap greater than 0; the default is no cap": given(
-            "--attn-logit-softcapping --final-logit-softcapping", lambda cap: cap <= 0
-        ),
-        "--qk-l2-norm and --multi-latent-attention exclude each other: use --qk-layernorm, which "
-        "normalizes the latent vectors": None,
         "--qk-layernorm-full-width widens --qk-layernorm, which is not given: add it": lambda c: (
             c.qk_layernorm_full_width and not c.qk_layernorm
-        ),
-        "--window-size {window_size[0]},{window_size[1]}: sides are counts of tokens, or -1 for "
-        "no limit": lambda c: c.window_size is not None and min(c.window_size) < -1,
-        "--window-attn-skip-freq needs --window-size": None,
-        "{found} and --num-layers is {num_layers}: they must agree": lambda c: [
-            f"{flag} has {len(pattern)} entries"
-            for flag in ("--window-attn-skip-freq", "--no-rope-freq")
-            if isinstance(pattern := c.value(flag), tuple)
-            and c.num_layers
-            and len(pattern) != c.num_layers
-        ],
-        "{found}: at least 1 is needed": given(
-            "--window-attn-skip-freq --no-rope-freq", lambda n: isinstance(n, int) and n < 1
-        ),
-        "--apply-residual-connection-post-layernorm needs a norm at the input of a sublayer, and "
-        "--layer-norm-placement is post": lambda c: (
-            c.apply_residual_connection_post_layernorm and c.layer_norm_placement == "post"
         ),
         "{found}": lambda c: refusal(layer_shapes, c.config.model),
         "{found}: a module and a name in it, or local, is needed": given(
@@ -121,23 +89,12 @@ _ARCHITECTURE = rules(
             ),
         },
     ),
-    where(
-        "--require-transformer-engine",
-        first_of(
-            {
-                "--require-transformer-engine and --transformer-impl local exclude each other: "
-                "keep the first for Transformer Engine's layers, the second for PyTorch's": None,
-                "--require-transformer-engine: {found}; keep --require-transformer-engine for "
-                "Transformer Engine's "
-                "GEMMs, or the other flag, which runs without it": lambda c: c.why_own_matrices,
-            },
+    {
+        "--require-transformer-engine and --device cpu exclude each other: Transformer Engine "
+        "needs a GPU, which --device cuda selects": lambda c: (
+            c.require_transformer_engine and c.transformer_impl != "local" and c.device == CPU
         ),
-        {
-            "--require-transformer-engine and --device cpu exclude each other: Transformer Engine "
-            "needs a GPU, which "
-            "--device cuda selects": lambda c: c.transformer_impl != "local" and c.device == CPU,
-        },
-    ),
+    },
 )
 
 
@@ -161,13 +118,6 @@ def _find_rotary_scalings(c: Settings) -> str:
     scalings = [flag for flag in flags.split() if c.value(flag)]
     scalings += given("--rope-type", lambda name: name == "yarn")(c)
     return " and ".join(scalings) if len(scalings) > 1 else ""
-
-
-def _find_wrong_yarn(c: Settings) -> str:
-    """Return the betas of YaRN, which interpolates between fast and slow pairs of channels."""
-    fast = 32.0 if c.yarn_beta_fast is None else c.yarn_beta_fast
-    slow = 1.0 if c.yarn_beta_slow is None else c.yarn_beta_slow
-    return "" if fast > slow > 0 else f"--yarn-beta-fast {fast} and --yarn-beta-slow {slow}"
 
 
 _LONGROPE = (
@@ -215,7 +165,6 @@ _POSITIONS = rules(
     ),
     {
         "{found} exclude each other: keep the model's scaling": _find_rotary_scalings,
-        "{found}: make the first the larger one": _find_wrong_yarn,
     },
     where(
         lambda c: any(c.value(flag) is not None for flag in _LONGROPE),
@@ -240,18 +189,9 @@ _POSITIONS = rules(
             "head itself; use rope or none, or learned_absolute to add a learned table": lambda c: (
                 c.position_embedding_type not in ("rope", "none", "learned_absolute")
             ),
-            "--rotary-interleaved and --multi-latent-attention exclude each other: use "
-            "--multi-latent-attention alone, which always rotates neighbouring channels": None,
             "--group-query-attention and --multi-latent-attention exclude each other: keep the "
             "first to share key and value heads, the second "
             "to compress them to a latent vector": lambda c: c.asked["group_query_attention"],
-            "{found} is odd: channels rotate in pairs; use an even number": given(
-                "--qk-pos-emb-head-dim", lambda width: width % 2
-            ),
-            "{--v-head-dim} is greater than --qk-head-dim plus --qk-pos-emb-head-dim, {found}: "
-            "lower it": lambda c: (
-                c.v_head_dim > (width := c.qk_head_dim + c.qk_pos_emb_head_dim) and f"{width}"
-            ),
         },
     ),
     where(

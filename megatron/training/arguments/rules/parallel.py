@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from math import prod
 
+from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.device import CPU, CUDA, backend_serves
 from megatron.core.distributed.distributed_data_parallel_config import num_instances
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
-from megatron.core.pipeline_parallel.plan import wrong_chunks
-from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP
-from megatron.core.transformer.context_parallel import COMM_TYPES
-from megatron.core.transformer.layer_layout import layout_problems
-from megatron.training.arguments.rules.rule import Settings, first_of, given, rules, where
+from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS, MLP
+from megatron.core.transformer.layer_layout import has_explicit_layout, layout_problems
+from megatron.training.arguments.rules.rule import Settings
 
 
 def _find_wrong_world(c: Settings, *sizes: int) -> int:
@@ -71,10 +70,6 @@ _SIZES = rules(
     },
     where(
         lambda c: c.tensor_model_parallel_size >= 1,
-        where(
-            lambda c: c.has_layer(ATTENTION),
-            {"{found}": lambda c: list(c.config.model.head_problems())},
-        ),
         {
             "{--ffn-hidden-size} is not a multiple of {--tensor-model-parallel-size}: change one "
             "of them": lambda c: (
@@ -117,9 +112,12 @@ def _find_partial_stages(c: Settings) -> tuple[int, int] | None:
 _PIPELINE = rules(
     {
         "{found}": lambda c: (
-            list(layout_problems(c.config.model, c.pipeline_model_parallel_size))
+            list(layout_problems(c.model, c.pipeline_model_parallel_size))
             # Rules of T5 check the stages of an encoder and a decoder.
-            if not c.kind.has_encoder and c.num_layers and c.pipeline_model_parallel_size >= 1
+            if not c.kind.has_encoder
+            and c.num_layers
+            and c.pipeline_model_parallel_size >= 1
+            and not has_explicit_layout(c.model)
             else ()
         ),
         "{virtual_pipeline_model_parallel_size} virtual stages a rank need "
@@ -166,35 +164,8 @@ _PIPELINE = rules(
                 or c.num_virtual_stages_per_pipeline_rank is not None
             )
         ),
-        "{found}": lambda c: (
-            c.pipeline_schedule is not None
-            and c.pipeline_model_parallel_size > 1
-            and wrong_chunks(c.pipeline_schedule, c.virtual_pipeline_model_parallel_size or 1)
-        ),
-        # with fewer, the first rank would wait for its own output
-        "{--microbatch-group-size-per-virtual-pipeline-stage} is less than "
-        "{--pipeline-model-parallel-size}: give {pipeline_model_parallel_size} or more": lambda c: (
-            c.virtual_pipeline_model_parallel_size is not None
-            and c.microbatch_group_size_per_vp_stage is not None
-            and c.microbatch_group_size_per_vp_stage < c.pipeline_model_parallel_size
-        ),
     },
 )
-
-
-def _find_undivided_all_to_all(c: Settings) -> list[tuple[str, int, int]]:
-    """Return type, heads and ranks of the all-to-alls that cannot divide the heads.
-
-    Key/value heads are repeated to fit, so only query heads matter.
-    """
-    heads, rest = divmod(c.num_attention_heads, c.tensor_model_parallel_size)
-    ring_levels = c.hierarchical_context_parallel_sizes or (c.context_parallel_size,)
-    ranks = {"a2a": c.context_parallel_size, "a2a+p2p": ring_levels[0]}
-    return [
-        (name, heads, count)
-        for name, count in ranks.items()
-        if not rest and name in c.cp_comm_types and count >= 1 and heads % count
-    ]
 
 
 _CONTEXT_PARALLEL = rules(
@@ -221,46 +192,7 @@ _CONTEXT_PARALLEL = rules(
                 ),
             },
         ),
-        {
-            "--cp-comm-type {found[0]} cannot split {found[1]} heads ({--num-attention-heads} "
-            "over {--tensor-model-parallel-size}) over {found[2]} ranks: use p2p or allgather, or "
-            "a2a+p2p with a first "
-            "--hierarchical-context-parallel-sizes that divides them": _find_undivided_all_to_all,
-        },
     ),
-    {
-        "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes: the all-to-all size "
-        "and the ring size, whose product is {context_parallel_size}": lambda c: (
-            c.hierarchical_context_parallel_sizes is None
-            and c.context_parallel_size > 1
-            and "a2a+p2p" in c.cp_comm_types
-        ),
-    },
-    first_of(
-        {
-            "--hierarchical-context-parallel-sizes {found}: give two sizes, of the all-to-all and "
-            "of the ring": lambda c: (
-                len(sizes := c.hierarchical_context_parallel_sizes or (1, 1)) != 2
-                and " x ".join(map(str, sizes))
-            ),
-            "--hierarchical-context-parallel-sizes {found} differs from "
-            "{--context-parallel-size}: give two sizes whose "
-            "product is {context_parallel_size}": lambda c: (
-                (sizes := c.hierarchical_context_parallel_sizes) is not None
-                and prod(sizes) != c.context_parallel_size
-                and f"{' x '.join(map(str, sizes))} = {prod(sizes)}"
-            ),
-        },
-    ),
-    {
-        f"--cp-comm-type {{found}}: use one of {', '.join(COMM_TYPES)}": lambda c: [
-            name for name in dict.fromkeys(c.cp_comm_types) if name not in COMM_TYPES
-        ],
-        "--cp-comm-type has {found} and --num-layers is {num_layers}: give one for all layers, or "
-        "one for each": lambda c: (
-            len(c.cp_comm_types) not in (1, c.num_layers) and f"{len(c.cp_comm_types)} entries"
-        ),
-    },
 )
 
 # gloo's collectives take tensors of a GPU; its send would read their addresses on the host.
@@ -282,9 +214,6 @@ _COMMUNICATION = rules(
     {
         "--overlap-param-gather needs --overlap-grad-reduce, which makes buckets: add it": None,
         "--overlap-param-gather-with-optimizer-step needs --overlap-param-gather: add it": None,
-        "--ddp-num-buckets and --ddp-bucket-size both set the bucket size: keep one": lambda c: (
-            c.ddp_num_buckets is not None and c.bucket_size is not None
-        ),
         "{--distributed-backend} needs GPUs and --device is {device}: use gloo, or --device cuda "
         "on a machine with GPUs": lambda c: not backend_serves(c.device, c.distributed_backend),
     },
@@ -332,8 +261,6 @@ _SHARDING = rules(
         "--use-torch-fsdp2",
         {
             # which shards the optimizer state itself
-            "--use-torch-fsdp2 and --use-megatron-fsdp exclude each other: keep the first for "
-            "full sharding, the second to choose it by --data-parallel-sharding-strategy": None,
             "--use-torch-fsdp2 and --use-distributed-optimizer exclude each other: keep the first "
             "to shard parameters, gradients and optimizer state, the second for optimizer state "
             "alone": lambda c: c.config.optimizer.use_distributed_optimizer,

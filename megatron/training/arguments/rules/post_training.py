@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
-from megatron.training.arguments.rules.rule import first_of, given, named, rules, several, where
+from megatron.training.arguments.rules.rule import named, several
 from megatron.training.config.preference import SIGMOID
 from megatron.training.config.run import DPO, OF_CONVERSATIONS, PRETRAINING, REWARD, SFT
 

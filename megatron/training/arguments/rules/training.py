@@ -1,12 +1,13 @@
-"""Rules about batches, the run length and its schedules, the optimizer, and precision."""
+"""Rules about batches, run length, schedules, the optimizer, precision, and recomputation."""
 
 from __future__ import annotations
 
 import math
 
+from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.optimizer.update_rules import update_rule
-from megatron.training.arguments.rules.rule import Settings, first_of, given, rules, where
+from megatron.training.arguments.rules.rule import Settings
 from megatron.training.config.run import OF_CONVERSATIONS
 
 
@@ -203,8 +204,6 @@ _SCHEDULE = rules(
     },
 )
 
-_DECAY_RATES = "--adam-beta1 --adam-beta2 --lion-beta1 --lion-beta2 --muon-momentum"
-
 
 # A bucket contains parts of parameters.  Besides Muon, user-defined optimizers may declare that
 # their update is not element-wise.
@@ -230,24 +229,10 @@ _OPTIMIZER = rules(
             ),
         },
     ),
-    first_of(
-        {
-            "--decoupled-min-lr needs --decoupled-lr": None,
-            "{--decoupled-min-lr} is greater than {--decoupled-lr}: lower it": lambda c: (
-                c.decoupled_lr is not None and (c.decoupled_min_lr or 0.0) > c.decoupled_lr
-            ),
-        },
-    ),
     {
         "{--head-lr-mult}: the output layer shares its weight with the word embedding; add "
         "--untie-embeddings-and-output-weights": lambda c: (
             c.head_lr_mult != 1.0 and not c.untie_embeddings_and_output_weights
-        ),
-        "{found}: a number from 0 up to, but not including, 1 is needed": given(
-            _DECAY_RATES, lambda rate: not 0 <= rate < 1
-        ),
-        "{found}: a number greater than 0 is needed": given(
-            "--adam-eps --loss-scale", lambda value: value <= 0
         ),
     },
     where(
@@ -298,9 +283,6 @@ _OPTIMIZER = rules(
         "{found} with {--optimizer}: its update is not element-wise and needs complete parameters "
         "on one device; use data parallelism "
         "without it, or an element-wise optimizer such as adam": _find_splits_of_parameters,
-        "{found}: a number from 0 to 1 is needed": given(
-            "--optimizer-offload-fraction", lambda share: not 0 <= share <= 1
-        ),
     },
 )
 
@@ -371,7 +353,6 @@ def _find_partial_blocks(c: Settings) -> list[tuple[str, int, int]]:
 
 _PRECISION = rules(
     {
-        "{found}": lambda c: list(c.config.model.precision_problems()),
         "--fp16-lm-cross-entropy needs --fp16, and the loss is computed in fp32 with it too: use "
         "--loss-chunk-size to reduce the memory of logits": None,
         "--fp32-residual-connection needs --bf16 or --fp16: without them "
@@ -379,15 +360,6 @@ _PRECISION = rules(
         "--grad-reduce-in-bf16 needs --bf16: add it; gradients of fp16 and fp32 parameters cannot "
         "be reduced in bf16": None,
     },
-    where(
-        lambda c: not c.use_precision_aware_optimizer,
-        {
-            "{found} needs --use-precision-aware-optimizer: add it": given(
-                "--main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype",
-                _is_reduced,
-            ),
-        },
-    ),
     {
         "{found[0]}: {found[2]} has no such state; use {found[1]} adam": _find_missing_moments,
     },
@@ -408,13 +380,7 @@ _PRECISION = rules(
             "keep the first to save memory, the second for fp32 gradient sums": None,
         },
     ),
-    {
-        "{--min-loss-scale} must be greater than 0 and at most {--initial-loss-scale}": lambda c: (
-            not 0 < c.min_loss_scale <= c.initial_loss_scale
-        ),
-        "--fp8-format and --fp4-format exclude each other: keep --fp8-format for the smaller "
-        "rounding error, --fp4-format for the smaller operands": None,
-    },
+    {},
     where(
         lambda c: c.is_quantized,
         {
@@ -427,11 +393,6 @@ _PRECISION = rules(
             "tensorwise": lambda c: (
                 _find_partial_blocks(c) if c.sequence_parallel and c.fp8_wgrad else ()
             ),
-            "{--num-layers-at-start-in-bf16} and {--num-layers-at-end-in-bf16} leave none of "
-            "{--num-layers} to --{format_flag}: lower them": lambda c: (
-                c.first_last_layers_bf16
-                and c.num_layers_at_start_in_bf16 + c.num_layers_at_end_in_bf16 >= c.num_layers
-            ),
         },
     ),
     {
@@ -442,10 +403,50 @@ _PRECISION = rules(
     },
 )
 
+_EXECUTION = rules(
+    where(
+        lambda c: c.recompute_granularity != "full",
+        {"{found} needs --recompute-granularity full": "--recompute-method"},
+    ),
+    where(
+        lambda c: c.recompute_granularity is None,
+        {"{found} needs --recompute-granularity full": "--recompute-num-layers"},
+    ),
+    {
+        "--recompute-modules names no module: give some of core_attn, mlp, layernorm, moe, "
+        "moe_act, shared_experts, mla_up_proj": lambda c: c.recompute_modules == (),
+        "--recompute-modules needs --recompute-granularity selective": None,
+        "--distribute-saved-activations needs --tensor-model-parallel-size greater than 1 and "
+        "--recompute-granularity full": lambda c: (
+            c.distribute_saved_activations
+            and (c.tensor_model_parallel_size == 1 or c.recompute_granularity != "full")
+        ),
+        "--cpu-offloading and fully sharded parameters (FSDP) exclude each other: keep the first "
+        "to move activations to host memory, the second to "
+        "shard parameters": lambda c: c.cpu_offloading and c.is_fully_sharded,
+    },
+    # Checks of results make the host wait for each result, which capture does not allow.
+    where(
+        lambda c: c.uses_graphs and not c.captures_layers,
+        {
+            "{found}: a step that --cuda-graph-scope full_iteration captures validates no "
+            "results; use --cuda-graph-scope full": lambda c: [
+                *given("--check-for-spiky-loss --check-for-large-grads")(c),
+                *given("--error-injection-rate", bool)(c),
+                *given("--rerun-mode", lambda mode: mode == "report_stats")(c),
+            ],
+            "--cuda-graph-scope full_iteration cannot check each loss for NaN inside the graph: "
+            "give --no-check-for-nan-in-loss-and-grad, "
+            "or use --cuda-graph-scope full": lambda c: c.check_for_nan_in_grad,
+        },
+    ),
+)
+
 RULES = rules(
     _BATCH,
     _LENGTH,
     _SCHEDULE,
     _OPTIMIZER,
     _PRECISION,
+    _EXECUTION,
 )
