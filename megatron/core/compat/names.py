@@ -218,8 +218,9 @@ core.parallel.parallel_state <- core.compat.parallel: RankGenerator
 core.pipeline_parallel.p2p_communication <- core.compat.pipeline: P2PCommunicator recv_forward
     send_forward
 core.pipeline_parallel.schedules <- core.compat.pipeline: get_schedule_table get_tensor_shapes
-core.pipeline_parallel.utils <- core.compat.pipeline: is_pp_first_stage is_pp_last_stage
-    is_vp_first_stage is_vp_last_stage
+core.pipeline_parallel.utils <- core.compat.pipeline: is_vp_first_stage is_vp_last_stage
+core.pipeline_parallel.utils <- core.inference.communication_utils:
+    is_pp_first_stage=is_pipeline_first_stage is_pp_last_stage=is_pipeline_last_stage
 core.parallel.process_groups_config <- core.parallel.process_groups_config:
     ModelCommProcessGroups=ProcessGroupCollection GradCommProcessGroups=ProcessGroupCollection
     GradFinalizeProcessGroups=ProcessGroupCollection

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-from megatron.core.compat.utils import get_pg_rank, get_pg_size
 from megatron.core.parallel import parallel_state
 
 Tensors = Any  # a tensor, or a list of tensors, of which each may be None
@@ -108,16 +107,6 @@ def send_forward(output_tensor: Tensors, config: Any, is_last_stage: bool | None
     """Send hidden states to the next stage of the installed groups."""
     is_last = parallel_state.is_pipeline_last_stage() if is_last_stage is None else is_last_stage
     P2PCommunicator(parallel_state.current().pp, config).send_forward(output_tensor, is_last)
-
-
-def is_pp_first_stage(pp_group: ProcessGroup | None) -> bool:
-    """Return whether this rank is the first pipeline stage."""
-    return get_pg_rank(pp_group) == 0
-
-
-def is_pp_last_stage(pp_group: ProcessGroup | None) -> bool:
-    """Return whether this rank is the last pipeline stage."""
-    return get_pg_rank(pp_group) == get_pg_size(pp_group) - 1
 
 
 def is_vp_first_stage(vp_stage: int | None, vp_size: int | None) -> bool:

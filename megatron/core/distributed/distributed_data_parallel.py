@@ -140,6 +140,9 @@ class DistributedDataParallel(DataParallelBase):
         self.start_grad_sync()
         for bucket in self.buckets:
             bucket.finish()
+        for param in self.direct:
+            if param.grad is not None:
+                vars(param)["main_grad"] = param.grad  # Megatron Core's name, for projects
         for i, bucket in enumerate(self.buckets):
             if bucket.checked is not None:
                 named = ((slot.name, slot.main_grad) for slot in bucket.slots)
@@ -153,6 +156,7 @@ class DistributedDataParallel(DataParallelBase):
     def zero_grad_buffer(self) -> None:
         for param in self.direct:
             param.grad = None
+            vars(param).pop("main_grad", None)
         for bucket in self.buckets:
             bucket.reset()
         self._next = 0

@@ -125,8 +125,8 @@ def initialize_model_parallel(
     install(groups)
     _embedding_stages.extend(stages)
     if virtual_pipeline_model_parallel_size is not None:
-        _set_values["virtual.rank"] = 0
-        _set_values["virtual.size"] = virtual_pipeline_model_parallel_size
+        _virtual.set_rank(0)
+        _virtual.set_size(virtual_pipeline_model_parallel_size)
     if create_gloo_process_groups:
         _create_gloo_groups(groups)
     end_group_threads_at_exit()
@@ -168,40 +168,136 @@ def is_unitialized() -> bool:
     return not is_initialized()
 
 
-# -- groups ---------------------------------------------------------------------------------
+# -- groups, sizes and ranks ----------------------------------------------------------------
 
 
-def _group(name: str) -> Callable[..., ProcessGroup | None]:
-    """Return a getter of the installed group ``name`` (see `ProcessGroupCollection`)."""
+class _Axis:
+    """The installed group ``name``, and the size and rank that user code has set in its place.
 
-    def get(check_initialized: bool = True) -> ProcessGroup | None:
+    ``without_torch``: size and rank in a process without torch.distributed; ``instead``: the axis
+    whose set values count if this one has none, and there are no groups.
+    """
+
+    def __init__(self, name: str, without_torch: int | None = None, instead: str = "") -> None:
+        self.name = name
+        self.without_torch = without_torch
+        self.instead = instead
+
+    def group(self, check_initialized: bool = True) -> ProcessGroup | None:
         """Return this rank's group; without ``check_initialized``, None if none is installed."""
-        return getattr(current() if check_initialized else get_installed(), name, None)
+        return getattr(current() if check_initialized else get_installed(), self.name, None)
 
-    return get
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._value("size")
+
+    def rank(self) -> int:
+        """Return this rank's index in the group."""
+        return self._value("rank")
+
+    def set_size(self, world_size: int | None) -> None:
+        """Set the size; None: the size of the group."""
+        _set_values[f"{self.name}.size"] = world_size
+
+    def set_rank(self, rank: int | None) -> None:
+        """Set the rank; None: this rank's index in the group."""
+        _set_values[f"{self.name}.rank"] = rank
+
+    def first_rank(self) -> int:
+        """Return the world rank of the group's first member."""
+        return self.member(0)
+
+    def member(self, place: int) -> int:
+        """Return the world rank of the member at ``place``, which counts cyclically."""
+        return dist.get_process_group_ranks(getattr(current(), self.name))[place % self.size()]
+
+    def _value(self, kind: str) -> int:
+        if (value := _set_values.get(f"{self.name}.{kind}")) is not None:
+            return value
+        if get_installed() is None:
+            if (value := _set_values.get(f"{self.instead}.{kind}")) is not None:
+                return value
+            if self.without_torch is not None and not dist.is_initialized():
+                return self.without_torch
+        group: ProcessGroup = getattr(current(), self.name)
+        return group.size() if kind == "size" else group.rank()
 
 
-get_model_parallel_group = _group("mp")
-get_tensor_model_parallel_group = _group("tp")
-get_pipeline_model_parallel_group = _group("pp")
-get_context_parallel_group = _group("cp")
-get_hierarchical_context_parallel_groups = _group("hcp")  # a2a+p2p: inner and outer group
-get_tensor_and_context_parallel_group = _group("tp_cp")
-get_expert_model_parallel_group = _group("ep")
-get_expert_tensor_parallel_group = _group("expt_tp")
-get_expert_tensor_and_model_parallel_group = _group("tp_ep")
-get_expert_tensor_model_pipeline_parallel_group = _group("tp_ep_pp")
-get_inter_distributed_optimizer_instance_group = _group("inter_dist_opt")
-get_intra_distributed_optimizer_instance_group = _group("intra_dist_opt")
-get_embedding_group = _group("embd")
-get_position_embedding_group = _group("pos_embd")
+_tp = _Axis("tp")
+_pp = _Axis("pp")
+_dp = _Axis("dp", 0)
+_cp = _Axis("cp", 0)
+_tp_cp = _Axis("tp_cp", 0)
+_ep = _Axis("ep", 0)
+_expt_tp = _Axis("expt_tp", instead="tp")
+_tp_ep = _Axis("tp_ep", 0)
+_mp = _Axis("mp")
+_virtual = _Axis("virtual")  # model chunks of a rank, which have no group
+
+get_tensor_model_parallel_group = _tp.group
+get_tensor_model_parallel_world_size = _tp.size
+get_tensor_model_parallel_rank = _tp.rank
+get_tensor_model_parallel_src_rank = _tp.first_rank
+set_tensor_model_parallel_world_size = _tp.set_size
+set_tensor_model_parallel_rank = _tp.set_rank
+get_pipeline_model_parallel_group = _pp.group
+get_pipeline_model_parallel_world_size = _pp.size
+get_pipeline_model_parallel_rank = _pp.rank
+get_pipeline_model_parallel_first_rank = _pp.first_rank
+set_pipeline_model_parallel_world_size = _pp.set_size
+set_pipeline_model_parallel_rank = _pp.set_rank
+set_virtual_pipeline_model_parallel_world_size = _virtual.set_size
+set_virtual_pipeline_model_parallel_rank = _virtual.set_rank
+set_data_parallel_rank = _dp.set_rank
+get_context_parallel_group = _cp.group
+get_context_parallel_world_size = _cp.size
+get_context_parallel_rank = _cp.rank
+get_tensor_and_context_parallel_group = _tp_cp.group
+get_tensor_and_context_parallel_world_size = _tp_cp.size
+get_tensor_and_context_parallel_rank = _tp_cp.rank
+get_expert_model_parallel_group = _ep.group
+get_expert_model_parallel_world_size = _ep.size
+get_expert_model_parallel_rank = _ep.rank
+set_expert_model_parallel_world_size = _ep.set_size
+set_expert_model_parallel_rank = _ep.set_rank
+get_expert_tensor_parallel_group = _expt_tp.group
+get_expert_tensor_parallel_world_size = _expt_tp.size
+get_expert_tensor_parallel_rank = _expt_tp.rank
+set_expert_tensor_parallel_world_size = _expt_tp.set_size
+set_expert_tensor_parallel_rank = _expt_tp.set_rank
+get_expert_tensor_and_model_parallel_group = _tp_ep.group
+get_expert_tensor_and_model_parallel_world_size = _tp_ep.size
+get_expert_tensor_and_model_parallel_rank = _tp_ep.rank
+get_model_parallel_group = _mp.group
+get_model_parallel_src_rank = _mp.first_rank
+get_hierarchical_context_parallel_groups = _Axis("hcp").group  # a2a+p2p: inner and outer group
+get_expert_tensor_model_pipeline_parallel_group = _Axis("tp_ep_pp").group
+get_inter_distributed_optimizer_instance_group = _Axis("inter_dist_opt").group
+get_intra_distributed_optimizer_instance_group = _Axis("intra_dist_opt").group
+get_embedding_group = _Axis("embd").group
+get_position_embedding_group = _Axis("pos_embd").group
 
 
-def _data_parallel_name(with_context_parallel: bool, partial_data_parallel: bool) -> str:
+def get_pipeline_model_parallel_last_rank() -> int:
+    """Return the world rank of the last stage."""
+    return _pp.member(-1)
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Return the world rank of the next stage, cyclically."""
+    return _pp.member(_pp.rank() + 1)
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Return the world rank of the previous stage, cyclically."""
+    return _pp.member(_pp.rank() - 1)
+
+
+def _data_parallel(with_context_parallel: bool, partial_data_parallel: bool) -> _Axis:
     if partial_data_parallel:
         assert with_context_parallel, "partial_data_parallel needs with_context_parallel=True"
-        return "intra_dp_cp"
-    return "dp_cp" if with_context_parallel else "dp"
+        return _Axis("intra_dp_cp", 0)
+    return _Axis("dp_cp", 0) if with_context_parallel else _dp
 
 
 def get_data_parallel_group(
@@ -212,8 +308,8 @@ def get_data_parallel_group(
     ``partial_data_parallel``: only those ranks of dp_cp that share one instance of the distributed
     optimizer.
     """
-    name = _data_parallel_name(with_context_parallel, partial_data_parallel)
-    group: ProcessGroup = getattr(current(), name)
+    axis = _data_parallel(with_context_parallel, partial_data_parallel)
+    group: ProcessGroup = getattr(current(), axis.name)
     return group
 
 
@@ -221,7 +317,27 @@ def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
     """Return the ranks of `get_data_parallel_group` as a group of tensors on the CPU."""
-    return _gloo(_data_parallel_name(with_context_parallel, partial_data_parallel))
+    return _gloo(_data_parallel(with_context_parallel, partial_data_parallel))
+
+
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> int:
+    """Return the size of `get_data_parallel_group`."""
+    return _data_parallel(with_context_parallel, partial_data_parallel).size()
+
+
+def get_data_parallel_rank(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> int:
+    """Return this rank's index in `get_data_parallel_group`."""
+    axis = _data_parallel(with_context_parallel, partial_data_parallel)
+    return axis.rank() if _set_values.get("dp.rank") is None else _dp.rank()
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """Return the world rank of the first member of `get_data_parallel_group`."""
+    return _data_parallel(with_context_parallel, False).first_rank()
 
 
 def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:
@@ -238,6 +354,10 @@ def get_amax_reduction_group(
     return current().tp_cp if with_context_parallel else current().tp
 
 
+def _expert_data_parallel(partial_expert_data_parallel: bool) -> _Axis:
+    return _Axis("intra_expt_dp" if partial_expert_data_parallel else "expt_dp", 0)
+
+
 def get_expert_data_parallel_group(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup | None:
@@ -246,8 +366,7 @@ def get_expert_data_parallel_group(
     ``partial_expert_data_parallel``: only those that share one instance of the distributed
     optimizer.
     """
-    name = "intra_expt_dp" if partial_expert_data_parallel else "expt_dp"
-    return getattr(current() if check_initialized else get_installed(), name, None)
+    return _expert_data_parallel(partial_expert_data_parallel).group(check_initialized)
 
 
 def get_data_modulo_expert_parallel_group(
@@ -260,113 +379,30 @@ def get_data_modulo_expert_parallel_group(
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
     """Return `get_expert_data_parallel_group` as a group of tensors on the CPU."""
-    return _gloo("intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
+    return _gloo(_expert_data_parallel(partial_expert_data_parallel))
 
 
-def _gloo(name: str) -> ProcessGroup:
-    assert name in _gloo_groups, (
-        f"the gloo group {name} is not initialized: call initialize_model_parallel with "
+def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
+    """Return the size of `get_expert_data_parallel_group`."""
+    return _expert_data_parallel(partial_expert_data_parallel).size()
+
+
+def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
+    """Return this rank's index in `get_expert_data_parallel_group`."""
+    return _expert_data_parallel(partial_expert_data_parallel).rank()
+
+
+def _gloo(axis: _Axis) -> ProcessGroup:
+    assert axis.name in _gloo_groups, (
+        f"the gloo group {axis.name} is not initialized: call initialize_model_parallel with "
         "create_gloo_process_groups=True"
     )
-    return _gloo_groups[name]
-
-
-# -- sizes and ranks --------------------------------------------------------------------------
-
-
-def _size(name: str, without_torch: int | None = None, instead: str = "") -> Callable[[], int]:
-    """Return a getter of the size of the installed group ``name``, unless it was set.
-
-    ``without_torch``: size in a process without torch.distributed; ``instead``: axis that was set
-    in place of ``name``, if there are no groups.
-    """
-    return lambda: _value(f"{name}.size", without_torch, f"{instead}.size")
-
-
-def _rank(name: str, without_torch: int | None = None, instead: str = "") -> Callable[[], int]:
-    """Return a getter of this rank's index in the installed group ``name``, as `_size`."""
-    return lambda: _value(f"{name}.rank", without_torch, f"{instead}.rank")
-
-
-def _value(key: str, without_torch: int | None, instead: str) -> int:
-    if (value := _set_values.get(key)) is not None:
-        return value
-    if get_installed() is None and (value := _set_values.get(instead)) is not None:
-        return value
-    if without_torch is not None and not dist.is_initialized() and get_installed() is None:
-        return without_torch
-    name, _, kind = key.partition(".")
-    group: ProcessGroup = getattr(current(), name)
-    return group.size() if kind == "size" else group.rank()
-
-
-def _set_size(name: str) -> Callable[[int | None], None]:
-    """Return a function that sets what the getter of the size of group ``name`` returns."""
-
-    def set_size(world_size: int | None) -> None:
-        """Set the size; None: the size of the group."""
-        _set_values[f"{name}.size"] = world_size
-
-    return set_size
-
-
-def _set_rank(name: str) -> Callable[[int | None], None]:
-    """Return a function that sets what the getter of this rank's index in ``name`` returns."""
-
-    def set_rank(rank: int | None) -> None:
-        """Set the rank; None: this rank's index in the group."""
-        _set_values[f"{name}.rank"] = rank
-
-    return set_rank
-
-
-def _world_rank(name: str, place: Callable[[], int]) -> Callable[[], int]:
-    """Return a getter of the world rank of the member at ``place()`` of the group ``name``."""
-    return lambda: dist.get_process_group_ranks(getattr(current(), name))[place()]
-
-
-get_tensor_model_parallel_world_size = _size("tp")
-get_tensor_model_parallel_rank = _rank("tp")
-get_tensor_model_parallel_src_rank = _world_rank("tp", lambda: 0)
-get_pipeline_model_parallel_world_size = _size("pp")
-get_pipeline_model_parallel_rank = _rank("pp")
-get_pipeline_model_parallel_first_rank = _world_rank("pp", lambda: 0)
-get_pipeline_model_parallel_last_rank = _world_rank("pp", lambda: _stage(-1, of=0))
-get_pipeline_model_parallel_next_rank = _world_rank("pp", lambda: _stage(1))
-get_pipeline_model_parallel_prev_rank = _world_rank("pp", lambda: _stage(-1))
-get_model_parallel_src_rank = _world_rank("mp", lambda: 0)
-get_context_parallel_world_size = _size("cp", 0)
-get_context_parallel_rank = _rank("cp", 0)
-get_tensor_and_context_parallel_world_size = _size("tp_cp", 0)
-get_tensor_and_context_parallel_rank = _rank("tp_cp", 0)
-get_expert_model_parallel_world_size = _size("ep", 0)
-get_expert_model_parallel_rank = _rank("ep", 0)
-get_expert_tensor_parallel_world_size = _size("expt_tp", instead="tp")
-get_expert_tensor_parallel_rank = _rank("expt_tp", instead="tp")
-get_expert_tensor_and_model_parallel_world_size = _size("tp_ep", 0)
-get_expert_tensor_and_model_parallel_rank = _rank("tp_ep", 0)
-set_tensor_model_parallel_world_size = _set_size("tp")
-set_tensor_model_parallel_rank = _set_rank("tp")
-set_pipeline_model_parallel_world_size = _set_size("pp")
-set_pipeline_model_parallel_rank = _set_rank("pp")
-set_virtual_pipeline_model_parallel_world_size = _set_size("virtual")
-set_virtual_pipeline_model_parallel_rank = _set_rank("virtual")
-set_data_parallel_rank = _set_rank("dp")
-set_expert_model_parallel_world_size = _set_size("ep")
-set_expert_model_parallel_rank = _set_rank("ep")
-set_expert_tensor_parallel_world_size = _set_size("expt_tp")
-set_expert_tensor_parallel_rank = _set_rank("expt_tp")
-
-
-def _stage(step: int, of: int | None = None) -> int:
-    """Return the pipeline stage ``step`` after stage ``of``, by default this one, cyclically."""
-    start = get_pipeline_model_parallel_rank() if of is None else of
-    return (start + step) % get_pipeline_model_parallel_world_size()
+    return _gloo_groups[axis.name]
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
     """Return the world ranks of this rank's context-parallel group."""
-    group = get_context_parallel_group(check_initialized)
+    group = _cp.group(check_initialized)
     return None if group is None else dist.get_process_group_ranks(group)
 
 
@@ -427,44 +463,6 @@ def _ranks_with_embedding(which: int) -> list[int]:
     return members or stages(dist.get_process_group_ranks(groups.pp))
 
 
-def get_data_parallel_world_size(
-    with_context_parallel: bool = False, partial_data_parallel: bool = False
-) -> int:
-    """Return the size of `get_data_parallel_group`."""
-    name = _data_parallel_name(with_context_parallel, partial_data_parallel)
-    return _value(f"{name}.size", 0, "")
-
-
-def get_data_parallel_rank(
-    with_context_parallel: bool = False, partial_data_parallel: bool = False
-) -> int:
-    """Return this rank's index in `get_data_parallel_group`."""
-    name = _data_parallel_name(with_context_parallel, partial_data_parallel)
-    return _value(f"{name}.rank", 0, "") if _set_values.get("dp.rank") is None else _rank("dp")()
-
-
-def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Return the world rank of the first member of `get_data_parallel_group`."""
-    return dist.get_global_rank(get_data_parallel_group(with_context_parallel), 0)
-
-
-def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
-    """Return the size of `get_expert_data_parallel_group`."""
-    return _value(f"{'intra_' * partial_expert_data_parallel}expt_dp.size", 0, "")
-
-
-def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    """Return this rank's index in `get_expert_data_parallel_group`."""
-    return _value(f"{'intra_' * partial_expert_data_parallel}expt_dp.rank", 0, "")
-
-
 def get_all_ranks() -> str:
     """Return this rank's indices in tp, dp, cp, pp and ep, joined by underscores."""
-    ranks = (
-        get_tensor_model_parallel_rank(),
-        get_data_parallel_rank(),
-        get_context_parallel_rank(),
-        get_pipeline_model_parallel_rank(),
-        get_expert_model_parallel_rank(),
-    )
-    return "_".join(map(str, ranks))
+    return "_".join(str(axis.rank()) for axis in (_tp, _dp, _cp, _pp, _ep))

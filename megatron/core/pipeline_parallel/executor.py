@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.pipeline_parallel.microbatch import (
     ForwardStepFunc,
     LossFunc,
@@ -200,9 +201,15 @@ class Executor:
         if self.task.collect_non_loss_data:
             self.losses.append(loss_func(output, non_loss_data=True))
             return None
-        loss, *counts, reported = loss_func(output)
+        returned = loss_func(output)
+        if not isinstance(returned, tuple | list) or not 2 <= len(returned) <= 3:
+            raise ConfigError(
+                f"the loss function returned {type(returned).__name__}: return (loss, reported) or "
+                "(sum of losses, number of tokens, reported)"
+            )
+        loss, *counts, reported = returned
         self.losses.append(reported)
-        num_tokens = counts[0] if counts else None
+        num_tokens = torch.as_tensor(counts[0], device=output.device) if counts else None
         if num_tokens is not None:
             count = num_tokens.detach().to(torch.float64)  # counts are exact up to 2**53
             before = self.losses.num_tokens

@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron.core import device
 from megatron.core.aux_loss import aux_losses_of
+from megatron.core.config.errors import ConfigError
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.communication_plan import instructions
@@ -70,6 +71,8 @@ def forward_backward(
     has no effect; Megatron-LM's signature has it.
     """
     del first_val_step
+    if num_microbatches < 1:
+        raise ConfigError(f"num_microbatches={num_microbatches}: a step has at least one")
     groups = pg_collection
     chunks = _listed(model)
     config = get_model_config(chunks[0]) if config is None else config

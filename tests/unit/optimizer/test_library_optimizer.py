@@ -28,6 +28,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from tests.support.one_rank_training import ModelConfig, TinyModel, mean_loss, token_batch
 
 NUMBERS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.5}
@@ -126,6 +127,48 @@ def test_chained_optimizers_clip_by_one_norm_and_skip_together(sharded: dict):
         _ = chain.optimizer
     assert ChainedOptimizer(parts[:1]).optimizer is parts[0].optimizer
     assert ChainedOptimizer([]).is_stub_optimizer
+
+
+def test_a_gradient_without_a_buffer_has_megatron_cores_name_until_the_next_step():
+    ddp = wrapped(TinyModel())
+    optimizer = get_megatron_optimizer(OptimizerConfig(**NUMBERS), [ddp])
+    backward(ddp, optimizer, 1)
+    assert all(param.main_grad is param.grad for param in ddp.parameters())
+    ddp.zero_grad_buffer()
+    assert not any(hasattr(param, "main_grad") for param in ddp.parameters())
+
+
+@pytest.mark.parametrize("returned", [torch.ones(()), (1, 2, 3, 4), None])
+def test_a_step_says_what_a_loss_function_has_to_return(returned: Any):
+    def step(data: Any, model: nn.Module) -> Any:
+        return model(token_batch(2)), lambda output: returned
+
+    sizes = {"seq_length": 4, "micro_batch_size": 2}
+    step_args = {"forward_step_func": step, "data_iterator": None, "model": TinyModel(), **sizes}
+    with pytest.raises(ConfigError, match=r"return \(loss, reported\)"):
+        get_forward_backward_func()(**step_args, num_microbatches=1)
+    with pytest.raises(ConfigError, match="num_microbatches=0"):
+        get_forward_backward_func()(**step_args, num_microbatches=0)
+
+
+def test_a_number_of_tokens_may_be_an_integer():
+    def step(data: Any, model: nn.Module) -> Any:
+        return model(token_batch(2)), lambda output: (output.sum(), 8, {})
+
+    model = TinyModel()
+    losses = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=None,
+        model=model,
+        num_microbatches=2,
+        seq_length=4,
+        micro_batch_size=2,
+    )
+    assert len(losses) == 2
+    expected = copy.deepcopy(model)
+    expected.zero_grad()
+    (expected(token_batch(2)).sum() / 8).backward()
+    torch.testing.assert_close(model.first.weight.grad, expected.first.weight.grad)
 
 
 def _offload(ddp: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:
