@@ -20,6 +20,7 @@ from megatron.core.config.errors import MissingDependency
 # package -> the extra of `pip install "megatron-train[...]"` that contains it
 _EXTRA = {
     "transformer_engine": "te",
+    "huggingface_hub": "hf",
     "safetensors": "hf",
     "tokenizers": "hf",
     "transformers": "hf",

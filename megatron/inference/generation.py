@@ -54,6 +54,7 @@ from megatron.training.checkpointing.checkpoint_tensors import (
     model_tensors,
 )
 from megatron.training.checkpointing.load import load_run
+from megatron.training.checkpointing.model_folder_args import local_folder
 from megatron.training.checkpointing.paths import open_checkpoint, resolve_folder
 from megatron.training.config.run import RunConfig
 from megatron.training.fault_tolerance.failure_watch import FailureWatch, failure_watch
@@ -147,6 +148,7 @@ def open_writer(
             f"{load} cannot be loaded: this process has the process groups of another model; call "
             "shut_down() of that LLM first, or load the second model in a process of its own"
         )
+    load = local_folder(load, "--load")
     content = open_checkpoint(load, step)
     kind = model_kind(content.asked.get("model_kind"))
     positions = content.asked.get("position_embedding_type")

@@ -49,6 +49,7 @@ from megatron.training.arguments.rules.rule import Settings
 from megatron.training.arguments.sections import SECTIONS
 from megatron.training.callbacks.user import callback_problems
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
+from megatron.training.checkpointing.model_folder_args import start_from_model_folder
 from megatron.training.checkpointing.paths import find, is_same_directory
 from megatron.training.checkpointing.source import continuation
 from megatron.training.compat import global_vars
@@ -108,6 +109,7 @@ def configure(
         namespace = parsed_args
         apply_defaults(namespace, args_defaults or {})
     _check_kind(namespace, args_defaults or {})
+    start_from_model_folder(namespace, ranks, trains=trains)
     if namespace.use_checkpoint_args and namespace.load is not None:
         apply_checkpoint_args(namespace)
     _choose_kind(namespace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ from megatron.training.step.rerun import install_state_machine
 from megatron.training.step.run import Callback, ModelRun, TrainingRun
 from megatron.training.step.train_step import train
 
+_HUGGING_FACE_WRITER = "megatron.training.conversion.live"  # a layer above, which few runs need
 # Functions for scripts with their own train loop, which import them from this module.
 _TRAIN_LOOP = (
     "build_train_valid_test_data_iterators build_train_valid_test_datasets "
@@ -252,6 +254,7 @@ def set_up(config: RunConfig, script: _Script) -> ModelRun:
     print_datetime("after model, optimizer, and learning rate scheduler are built")
     if config.checkpoint.ckpt_convert_format is not None:
         return run
+    _save_hugging_face(run, checks_only=True)
     run.timers("train/valid/test-data-iterators-setup", log_level=0).start(barrier=True)
     prepare_datasets(run)
     run.data = loaders.build_data(run, script.provider)
@@ -269,9 +272,22 @@ def set_up(config: RunConfig, script: _Script) -> ModelRun:
     return run
 
 
+def _save_hugging_face(run: ModelRun, *, checks_only: bool = False) -> None:
+    """Write the folder of --save-hf, or check that this is possible.  Collective over all ranks."""
+    if run.config.checkpoint.save_hf is None or run.state.stop_reason is not None:
+        return
+    writer = importlib.import_module(_HUGGING_FACE_WRITER)
+    if checks_only:
+        writer.check_model(run)
+        return
+    with run.callbacks.paused(run, "checkpoint") if isinstance(run, TrainingRun) else nullcontext():
+        writer.save_model(run)
+
+
 def _train_and_evaluate(run: ModelRun) -> None:
     if (replacement := implementation_of(run.config).replace_training) is not None:
         replacement(run)
+        _save_hugging_face(run)
         return
     if not isinstance(run, TrainingRun):
         print_rank_0("skipping training (--skip-train is on) ...")
@@ -287,6 +303,7 @@ def _train_and_evaluate(run: ModelRun) -> None:
             return
         print_datetime("after training is done")
         save_last(run)
+    _save_hugging_face(run)
     for result in evaluation.evaluate_all(run, is_final=True):
         run.callbacks.on_eval_end(run, result)
     if run.data.has_test_set:

@@ -150,6 +150,8 @@ def _resolve(program: str, flags: list[str], words: list[str]) -> None:
     more = [w for flag, value in MODEL.items() if flag not in absent for w in (flag, value)]
     if not {*DATA} & {*flags}:
         more.append("--mock-data")
+    if {"--save-hf", "--data-path"} <= {*flags}:  # a default of runs that start from a model folder
+        more += ["--split", "95,5,0"]
     counts = NUM_RANKS.findall(" ".join(words))
     parsed = parse_args(argv=[*more, *flags], args_defaults=defaults_of(program))
     run = resolve(parsed, int(counts[-1]) if counts else 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from megatron.core.dist_checkpointing.formats import _READERS, FORMATS
+from megatron.core.dist_checkpointing.formats import FORMATS, READERS
 from megatron.training.config.language_model import MODEL_KINDS
 from megatron.training.models.registry import model_kind
 from tests.repo.source import ROOT
@@ -46,7 +46,7 @@ def test_what_is_left_out_is_found_when_it_is_asked_for() -> None:
         f"build_{name}_model" for name in MODEL_KINDS
     ]
     assert [format.name for format in FORMATS.values()] == list(FORMATS)
-    assert {reader.__name__ for reader in _READERS.values()} == {
+    assert {READERS[name].__name__ for name in (*FORMATS, "library") if name in READERS} == {
         "CheckpointReader", "TorchDistReader", "TorchLegacyReader", "TorchDcpReader", "LibraryFiles"
     }  # fmt: skip
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.optional import why_missing
 from megatron.core.params.param_info import info_of
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf, hf_folder
@@ -18,6 +21,10 @@ from tests.support.transformers_release import need_tested_release
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
+with pytest.MonkeyPatch.context() as patch:
+    if why_missing("transformer_engine") is not None:  # installed without its libraries it raises
+        patch.setitem(sys.modules, "transformer_engine", None)
+    peft = importlib.import_module("peft") if importlib.util.find_spec("peft") else None
 
 VOCABULARY = 96
 _COMMON: dict[str, Any] = {

@@ -46,12 +46,17 @@ def choose(wanted: str, local_rank: int = 0) -> torch.device:
     global _current
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: no GPU is visible; use --device cpu or auto")
-    if wanted == "cpu" or not torch.cuda.is_available():
+    if not selects_gpu(wanted):
         _current = torch.device("cpu")
     else:
         _current = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(_current)
     return _current
+
+
+def selects_gpu(wanted: str) -> bool:
+    """Return whether `choose` selects a GPU for ``wanted``, or raises because there is none."""
+    return wanted == "cuda" or (wanted != "cpu" and torch.cuda.is_available())
 
 
 def current() -> torch.device:

@@ -227,6 +227,8 @@ def check_written_once(key: str, entry: TensorEntry) -> None:
         raise CheckpointError(f"{key}: {wanted - written} of its {wanted} elements have no writer")
 
 
+HUGGING_FACE = "hf"  # a model folder, for which an application may register a reader
+_HUGGING_FACE_CONFIG = "config.json"
 LIBRARY = "library"  # in the layout of a sharded state dict that `serialization` saved
 _HERE = "megatron.core.dist_checkpointing"
 FORMATS: Registry[Format] = Registry(
@@ -239,7 +241,7 @@ FORMATS: Registry[Format] = Registry(
         "fsdp_dtensor": f"{_HERE}.megatron_formats.dcp_writer:FSDP_DTENSOR",
     },
 )
-_READERS: Registry[type[CheckpointReader]] = Registry(
+READERS: Registry[Callable[[Path], CheckpointReader]] = Registry(
     "--ckpt-format",
     {
         FORMAT: f"{_HERE}.reader:CheckpointReader",
@@ -262,7 +264,10 @@ def format_of(folder: Path) -> str | None:
         if any(folder.glob("mp_rank_0*")):
             return "torch"
         is_dcp = (folder / METADATA).is_file() and not (folder / COMMON_FILE).is_file()
-        return "torch_dcp" if is_dcp else None
+        if is_dcp:
+            return "torch_dcp"
+        is_model = HUGGING_FACE in READERS and (folder / _HUGGING_FACE_CONFIG).is_file()
+        return HUGGING_FACE if is_model else None
     except CheckpointDamaged:
         return FORMAT  # the reader raises the error
     if isinstance(found, dict) and "sharded_backend" in found:
@@ -281,9 +286,9 @@ def open_reader(folder: str | Path) -> CheckpointReader:
     if found is None:
         is_dcp = any(folder.glob("*.distcp")) and not (folder / COMMON_FILE).is_file()
         raise CheckpointDamaged(f"{folder / (METADATA if is_dcp else MANIFEST)} is missing")
-    if found not in _READERS:
+    if found not in READERS:
         raise CheckpointError(
-            f"{folder} is a checkpoint of format {found}; supported formats: {', '.join(_READERS)}"
+            f"{folder} is a checkpoint of format {found}; supported formats: {', '.join(READERS)}"
         )
-    reader = _READERS[found](folder)
-    return _READERS[LIBRARY](folder) if reader.manifest.layout.get(LIBRARY) else reader
+    reader = READERS[found](folder)
+    return READERS[LIBRARY](folder) if reader.manifest.layout.get(LIBRARY) else reader

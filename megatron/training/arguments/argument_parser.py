@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.parse import parse_table
@@ -23,7 +23,8 @@ class Parser(argparse.ArgumentParser):
 
     ``problems`` collects the error messages, ``warnings`` the warnings.  ``replaced``: dests of the
     flags in whose place a program has put flags of its own.  ``flags_of_tool``: the flags that a
-    program reads which does not train, for --help.
+    program reads which does not train, for --help.  ``given``: dests that the command line or its
+    file sets, to their defaults or to other values.
     """
 
     def __init__(self, *, description: str, usage: str) -> None:
@@ -32,6 +33,7 @@ class Parser(argparse.ArgumentParser):
         self.warnings: list[str] = []
         self.replaced: list[str] = []
         self.flags_of_tool: Sequence[str] = ()
+        self.given: set[str] = set()
 
     @contextlib.contextmanager
     def may_replace(self, flags: Collection[str]) -> Iterator[None]:
@@ -61,6 +63,10 @@ class Parser(argparse.ArgumentParser):
         value = self._get_value(action, text)
         self._check_value(action, value)
         return value
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        self.given.add(action.dest)  # argparse calls this for switches too
+        return super()._get_values(action, arg_strings)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> object:
         parse = self._registry_get("type", action.type, action.type)

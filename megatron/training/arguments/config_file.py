@@ -135,6 +135,7 @@ def set_defaults_from(parser: Parser, content: Mapping[str, object], path: str) 
             value = not value
         action.default = _coerce(parser, action, value, path)
         action.required = False
+        parser.given.add(dest)
 
 
 def _coerce(parser: Parser, action: argparse.Action, value: object, path: str) -> object:

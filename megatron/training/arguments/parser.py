@@ -59,6 +59,7 @@ PARSE_WARNINGS = "parse_warnings"
 # Dests whose values belong to the program, which has replaced the flag by one of its own: neither
 # a derivation nor a checkpoint may change them.
 OF_PROGRAM = "dests_of_program"
+GIVEN = "dests_given"  # by the user, not by the program
 
 
 def parse_args(
@@ -90,6 +91,7 @@ def parse_args(
         parser.error("")
     if parser.replaced:
         vars(args)[OF_PROGRAM] = tuple(parser.replaced)
+    vars(args)[GIVEN] = frozenset(parser.given)
     vars(args)[PARSE_WARNINGS] = [*parser.warnings, *apply_defaults(args, args_defaults or {})]
     return args
 

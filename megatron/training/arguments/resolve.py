@@ -16,7 +16,7 @@ from megatron.core.config.option import dest_of, flag_of, options_of
 from megatron.core.config.rule import problems_of
 from megatron.training.arguments.derive import DERIVATIONS
 from megatron.training.arguments.options import namespace_default, read_config
-from megatron.training.arguments.parser import OF_PROGRAM, PARSE_WARNINGS
+from megatron.training.arguments.parser import GIVEN, OF_PROGRAM, PARSE_WARNINGS
 from megatron.training.arguments.rules import (
     files,
     images,
@@ -94,6 +94,7 @@ def resolve(
     others.  ``RunConfig.warnings`` lists overridden and ignored flags.  ``trains``: see RunConfig.
     """
     given = dict(vars(args))
+    given.pop(GIVEN, None)
     replaced = given.pop(OF_PROGRAM, ())
     own = {dest: given[dest] for dest in replaced if dest in given}
     given.update({dest: flags_and_defaults()[dest][1] for dest in replaced})

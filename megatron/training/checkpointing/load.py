@@ -21,7 +21,7 @@ from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.all_ranks import load
 from megatron.core.dist_checkpointing.folders import RELEASE
-from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.dist_checkpointing.formats import HUGGING_FACE, format_of, open_reader
 from megatron.core.dist_checkpointing.local import (
     find_local,
     load_local,
@@ -403,7 +403,7 @@ def _load_tensors(
             parts.groups.world,
             strictness=config.dist_ckpt_strictness,
             leave_out=leave_out,
-            cast=bool(config.load_main_params_from_ckpt),
+            cast=bool(config.load_main_params_from_ckpt) or format_of(folder) == HUGGING_FACE,
             replica_groups=replica_groups(parts.groups) if config.ckpt_fully_parallel_load else {},
         )
     except CheckpointDamaged:

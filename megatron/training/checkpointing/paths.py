@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pkgutil
 import random
 import tempfile
 from collections.abc import Mapping
@@ -24,13 +25,19 @@ from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.dist_checkpointing import plain_values
 from megatron.core.dist_checkpointing.folders import (
+    RELEASE,
     TRACKER,
     CheckpointChoice,
     CheckpointFolder,
     choose,
     folder_name,
 )
-from megatron.core.dist_checkpointing.formats import format_of, open_reader
+from megatron.core.dist_checkpointing.formats import (
+    HUGGING_FACE,
+    READERS,
+    format_of,
+    open_reader,
+)
 from megatron.core.dist_checkpointing.manifest import (
     RERUN_STATE,
     RNG_STATE,
@@ -40,8 +47,19 @@ from megatron.core.dist_checkpointing.manifest import (
     parsing,
     read_manifest,
 )
+from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.rerun.faults import RerunMode
 from megatron.core.rerun.state_machine import RerunStateMachine
+
+
+def _open_model_folder(folder: Path) -> CheckpointReader:
+    """Open a Hugging Face folder; the package that knows the families is imported here."""
+    opened: CheckpointReader = pkgutil.resolve_name(_MODEL_FOLDER)(folder)
+    return opened
+
+
+_MODEL_FOLDER = "megatron.training.conversion.model_folder:HuggingFaceReader"
+READERS.register(HUGGING_FACE, _open_model_folder)
 
 
 @dataclass(frozen=True)
@@ -100,28 +118,33 @@ def find(
     """Return the checkpoint that ``--load directory --ckpt-step step`` selects, None if none.
 
     ``directory`` may also be the folder of one checkpoint.  ``lenient``: see `folders.choose`.
-    Raises CheckpointError, also for a model folder of Hugging Face, and OSError.
+    Or a Hugging Face model folder, if it holds no checkpoint.  Raises CheckpointError, OSError.
     """
     if directory is None:
         return None
     path = Path(directory)
     if path.is_file():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
-    if step is None and format_of(path) is not None:
+    found = None if step is not None else format_of(path)
+    if found not in (None, HUGGING_FACE):
         manifest = read_manifest(path)
         return CheckpointChoice(
             CheckpointFolder(path, manifest.iteration if manifest else None, manifest)
         )
     choice = choose(path, step=step, lenient=lenient)
-    if choice is None and (path / "config.json").is_file():
-        converted = f"{path.name or 'model'}-converted"
+    if choice is None and found == HUGGING_FACE:
+        return CheckpointChoice(CheckpointFolder(path, None))
+    if choice is None and any(path.glob("*.safetensors")):
         raise CheckpointError(
-            f"{directory} is a Hugging Face model folder (it has config.json), not a checkpoint: "
-            f"convert it with `python tools/checkpoint/convert.py --from {directory} "
-            f"--to {converted}`, and give --load {converted} --use-checkpoint-args "
-            f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {directory}"
+            f"{directory} has safetensors files and no config.json, so it is neither a checkpoint "
+            "nor a Hugging Face model: name the folder that save_pretrained() or a download made"
         )
     return choice
+
+
+def holds_weights_alone(folder: Path) -> bool:
+    """Return whether a checkpoint holds a model and no run: a release or a Hugging Face folder."""
+    return folder.name == RELEASE or format_of(folder) == HUGGING_FACE
 
 
 def is_same_directory(a: str | None, b: str | None) -> bool:

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import TypedDict
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, CheckpointChoice, folder_name
+from megatron.core.dist_checkpointing.folders import TRACKER, CheckpointChoice, folder_name
+from megatron.core.dist_checkpointing.formats import HUGGING_FACE, format_of
 from megatron.training.checkpointing.base_model import base_named_in
 from megatron.training.checkpointing.non_persistent import newer_transient
 from megatron.training.checkpointing.paths import (
     CheckpointContent,
     RunContent,
     find,
+    holds_weights_alone,
     is_same_directory,
     read_content,
 )
@@ -207,6 +209,6 @@ def _source(
         "folders": [str(found.folder) for found in (choice.found, *choice.older)],
         "num_transient": num_transient,
         "note": choice.note,
-        "is_finetuning": is_finetuning,
-        "weights_only": is_finetuning or choice.found.folder.name == RELEASE,
+        "is_finetuning": is_finetuning or format_of(choice.found.folder) == HUGGING_FACE,
+        "weights_only": is_finetuning or holds_weights_alone(choice.found.folder),
     }

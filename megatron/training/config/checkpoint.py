@@ -134,6 +134,14 @@ class CheckpointConfig:
         "Output directory of --ckpt-convert-format; the checkpoint is written to a "
         "subdirectory named after the format.",
     )
+    save_hf: str | None = _ckpt(
+        None,
+        "Folder that a model in Hugging Face's form is written to when training is done; with "
+        "--lora-rank the adapters, in the form of PEFT.",
+    )
+    save_hf_merged: bool = _ckpt(
+        False, "Add the adapters to their model in --save-hf, so that a complete model is written."
+    )
     ckpt_fully_parallel_save: bool = _ckpt(
         True, "Do not distribute saving over data-parallel ranks: only the first of them writes."
     )

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +41,9 @@ from megatron.training.conversion import hf, hf_folder, peft
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hf import as_classifier, without_heads
 from megatron.training.conversion.lazy import made_ahead
+from megatron.training.conversion.model_folder import precision, read_folder
 from megatron.training.conversion.peft import CONFIG, merged
-from megatron.training.conversion.shape import ModelShape, args_of, shape_of
+from megatron.training.conversion.shape import ModelShape, shape_of
 from megatron.training.conversion.source import BESIDE as BESIDE
 from megatron.training.conversion.source import HF as HF
 from megatron.training.conversion.source import PEFT as PEFT
@@ -62,18 +64,11 @@ from megatron.training.conversion.source import read_source as read_source
 from megatron.training.conversion.source import run_config as run_config
 from megatron.training.conversion.verify import compare_logits
 from megatron.training.conversion.vision import (
-    VIT_CLASSIFIER,
     export_classifier,
-    flags_of_classifier,
-    import_classifier,
-    is_image_classifier,
 )
 from megatron.training.conversion.vision_language import (
     config_of,
     export_tensors,
-    flags_of,
-    import_tensors,
-    is_vision_language,
     shape_of_config,
     with_attention_bias,
 )
@@ -82,8 +77,6 @@ from megatron.training.models.encoders import format_problem
 from megatron.training.models.registry import layers_of_stages, model_kind, model_kind_of
 from megatron.training.runtime.context import TrainState
 from megatron.training.tokenizer import (
-    TokenizerSpec,
-    create_tokenizer,
     pad_vocab_size,
 )
 
@@ -148,78 +141,85 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
         source = replace(source, tensors=_renamed(source.tensors, wanted.rename))
     if wanted.dtype is not None:
         tensors = {k: _cast(t, wanted.dtype) for k, t in source.tensors.items()}
-        source = replace(source, tensors=tensors, args={**source.args, **_precision(wanted.dtype)})
+        source = replace(source, tensors=tensors, args={**source.args, **precision(wanted.dtype)})
     if wanted.format == HF:
         return _to_hf(source, wanted, say)
     return write_checkpoint(source, wanted, say)
 
 
 def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
-    config = hf_folder.read_config(wanted.source)
-    weights = hf_folder.read_weights(wanted.source)
-    fresh: tuple[str, ...] = ()
-    if is_image_classifier(config):
-        architecture = VIT_CLASSIFIER
-        flags = flags_of_classifier(config)
-        tensors = import_classifier(config, weights)
-    elif is_vision_language(config):
-        images = shape_of_config(config)
-        architecture = images.family.architecture
-        flags = flags_of(images)
-        tensors = import_tensors(images, weights)
-    else:
-        model = hf.import_model(config, weights)
-        architecture = model.family.architecture
-        flags = args_of(model.shape)
-        tensors = dict(model.tensors)
-        fresh = model.fresh
-    say(f"{wanted.source} is a {architecture} of {_count(tensors)} weights")
-    if fresh:
-        heads = ", ".join(dict.fromkeys(name.partition(".")[0] for name in fresh))
+    model = read_folder(wanted.source)
+    say(f"{wanted.source} is a {model.architecture} of {model.num_weights:,} weights")
+    if model.fresh:
+        heads = ", ".join(dict.fromkeys(name.partition(".")[0] for name in model.fresh))
         say(f"the weights have no {heads}: these get values to begin with")
-    is_text = architecture != VIT_CLASSIFIER
-    one = embedding_of(tensors) if is_text else tensors["classifier.weight"]
-    args = default_args() | flags | _precision(one.dtype)
-    if is_text:
-        args |= _tokenizer_args(wanted, one.shape[0]) | {"vocab_extra_ids": None}
+    args = default_args() | model.args(wanted.source, wanted.target / BESIDE)
     if wanted.verify:
-        say(compare_logits(wanted.source, run_config(args), tensors, one.shape[0], fresh))
-    if is_text and not hf_folder.has_tokenizer(wanted.source):
+        rows = model.rows or 1
+        say(compare_logits(wanted.source, run_config(args), model.tensors, rows, model.fresh))
+    if model.rows is not None and not hf_folder.has_tokenizer(wanted.source):
         say(f"{wanted.source} has no tokenizer that is known here: give the runs one")
-    return Source(tensors=tensors, args=args, common={}, layout={}, beside=wanted.source)
+    return Source(tensors=model.tensors, args=args, common={}, layout={}, beside=wanted.source)
 
 
 def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     weights = source.weights
     run = run_config(source.args)
+    vocab_size = 1 if model_kind_of(run).classifies_images else vocab_size_of(source, wanted)
+    with hf_folder.new_folder(wanted.target) as folder:
+        architecture = write_model(
+            folder,
+            run,
+            weights,
+            vocab_size,
+            config_beside(source.beside),
+            family=wanted.family,
+            max_shard_bytes=wanted.max_shard_bytes,
+        )
+        if source.beside is not None:
+            hf_folder.copy_beside(source.beside, folder)
+        if wanted.verify:
+            say(compare_logits(folder, run, weights, vocab_size))
+    say(f"wrote {architecture}, {_count(weights)} weights, to {wanted.target}")
+    return wanted.target
+
+
+def write_model(
+    folder: Path,
+    run: RunConfig,
+    weights: Mapping[str, LazyTensor],
+    vocab_size: int,
+    came_with: JsonObject,
+    *,
+    family: str | None = None,
+    **files: Any,
+) -> str:
+    """Write config.json and the weights into ``folder``; return the architecture.
+
+    ``came_with``: the config.json that the model was made from, or {}; it is kept if it describes
+    the model.  ``files``: options of `hf_folder.write_weights`.  Raises CheckpointError if Hugging
+    Face has no class for the model.
+    """
     kind = model_kind_of(run)
-    came_with = config_beside(source)
-    vocab_size = 1 if kind.classifies_images else vocab_size_of(source, wanted)
     if kind.classifies_images:
         config, tensors = export_classifier(run, weights, came_with)
     elif kind.has_placeholders:
         raise CheckpointError(
-            f"{wanted.source} holds {kind.title}, whose set of encoders has no form "
+            f"the model is {kind.title}, whose set of encoders has no form "
             "at Hugging Face: convert it to another --format, or train pretrain_vlm.py"
         )
     elif kind.reads_images:
         config = with_attention_bias(config_of(run, vocab_size, came_with), weights)
         tensors = export_tensors(shape_of_config(config), weights)
     else:
-        config, tensors = _language_model(wanted, run, weights, vocab_size, came_with)
+        config, found, shape = describe(run, vocab_size, came_with, family)
+        tensors = hf.export_model(shape, weights, found)
     name = "torch_dtype" if "torch_dtype" in config else "dtype"
     config = {**config, name: str(tensors[0].dtype).removeprefix("torch.")}
     config.pop("quantization_config", None)  # weights are written unquantized
-    with hf_folder.new_folder(wanted.target) as folder:
-        hf_folder.write_config(folder, config)
-        hf_folder.write_weights(folder, tensors, wanted.max_shard_bytes)
-        if source.beside is not None:
-            hf_folder.copy_beside(source.beside, folder)
-        if wanted.verify:
-            say(compare_logits(folder, run, weights, vocab_size))
-    architecture = config["architectures"][0]
-    say(f"wrote {architecture}, {_count(weights)} weights, to {wanted.target}")
-    return wanted.target
+    hf_folder.write_config(folder, config)
+    hf_folder.write_weights(folder, tensors, **files)
+    return str(config["architectures"][0])
 
 
 def _with_base(source: Source, wanted: ConversionRequest) -> Source:
@@ -261,7 +261,7 @@ def _merged(source: Source, wanted: ConversionRequest, say: Say) -> Source:
 def _to_peft(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     source = _with_base(source, wanted)
     family, shape = _family_of(source, wanted)
-    name = config_beside(source).get("_name_or_path")
+    name = config_beside(source.beside).get("_name_or_path")
     with hf_folder.new_folder(wanted.target) as folder:
         if warning := peft.write_peft(folder, source.weights, source.args, shape, family, name):
             say(warning)
@@ -295,35 +295,30 @@ def _from_peft(wanted: ConversionRequest, say: Say) -> Path:
 
 def _family_of(source: Source, wanted: ConversionRequest) -> tuple[Family, ModelShape]:
     shape = shape_of(run_config(source.args), vocab_size_of(source, wanted))
-    first = str(config_beside(source).get("model_type"))
+    first = str(config_beside(source.beside).get("model_type"))
     return hf.choose_family(shape, wanted.family, first), shape
 
 
-def _language_model(
-    wanted: ConversionRequest,
-    run: RunConfig,
-    weights: Mapping[str, LazyTensor],
-    vocab_size: int,
-    came_with: JsonObject,
-) -> tuple[JsonObject, list[LazyTensor]]:
-    """Return config.json and the tensors of a model that reads text alone.
+def describe(
+    run: RunConfig, vocab_size: int, came_with: JsonObject, family_name: str | None = None
+) -> tuple[JsonObject, Family, ModelShape]:
+    """Return config.json, family and shape of a model that reads text alone.
 
     ``came_with``, the config.json that was saved with the model, is returned if it describes it.
     """
     shape = shape_of(run, vocab_size)
     if shape.is_reward:
         came_with = as_classifier(came_with)
-    family = hf.choose_family(shape, wanted.family, str(came_with.get("model_type")))
-    tensors = hf.export_model(shape, weights, family)
+    family = hf.choose_family(shape, family_name, str(came_with.get("model_type")))
     if came_with.get("model_type") == family.model_type:
         described = replace(family.shape(came_with), vocab_size=vocab_size)
         if described == shape:
             config = {"architectures": [family.architecture], **came_with}
-            return config | {"vocab_size": vocab_size}, tensors
+            return config | {"vocab_size": vocab_size}, family, shape
     config = {**family.config(shape), **special_ids(run)}
     if model_kind(shape.kind).has_encoder:
         config["decoder_start_token_id"] = config["bos_token_id"]
-    return config | {"vocab_size": vocab_size}, tensors
+    return config | {"vocab_size": vocab_size}, family, shape
 
 
 def write_checkpoint(source: Source, wanted: ConversionRequest, say: Say = print) -> Path:
@@ -413,23 +408,6 @@ def _record(tensor: LazyTensor) -> TensorRecord:
     )
 
 
-def _tokenizer_args(wanted: ConversionRequest, rows: int) -> dict[str, object]:
-    """Return the arguments of the source's tokenizer, or of a NullTokenizer if it has none.
-
-    If the embedding has more ``rows`` than the tokenizer has tokens, padded_vocab_size keeps them.
-    """
-    if not hf_folder.has_tokenizer(wanted.source):
-        return {"tokenizer_type": "NullTokenizer", "vocab_size": rows - 1}  # it adds EOD
-    found: dict[str, object] = {
-        "tokenizer_type": "HuggingFaceTokenizer",
-        "tokenizer_model": str((wanted.target / BESIDE).resolve()),
-    }
-    here = TokenizerSpec(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(wanted.source))
-    if create_tokenizer(here).vocab_size == rows:
-        return found
-    return {**found, "padded_vocab_size": rows, "pad_vocab_in_loss": True}
-
-
 def _renamed(
     tensors: Mapping[str, LazyTensor], rename: Callable[[str], str | None]
 ) -> dict[str, LazyTensor]:
@@ -441,10 +419,6 @@ def _renamed(
         if name is not None:
             out[name] = replace(tensor, name=name)
     return out
-
-
-def _precision(dtype: torch.dtype) -> dict[str, bool]:
-    return {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
 
 
 def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:

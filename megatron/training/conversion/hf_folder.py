@@ -269,12 +269,16 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def write_weights(
-    folder: Path, tensors: Sequence[LazyTensor], max_shard_bytes: int | None = None
+    folder: Path,
+    tensors: Sequence[LazyTensor],
+    max_shard_bytes: int | None = None,
+    *,
+    in_thread: bool = True,
 ) -> None:
     """Write ``tensors`` into one safetensors file, or into several files with an index.
 
     ``max_shard_bytes`` (default `MAX_SHARD_BYTES`) limits the size of a file; a larger tensor has a
-    file of its own.
+    file of its own.  ``in_thread``: a thread computes each tensor while another one is written.
     """
     shards: list[list[LazyTensor]] = [[]]
     limit = MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
@@ -287,7 +291,8 @@ def write_weights(
         name = _SAFETENSORS
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_file(folder / name, made_ahead(shard), {"format": "pt"}, step=0)
+        made = made_ahead(shard) if in_thread else shard
+        write_file(folder / name, made, {"format": "pt"}, step=0)
         place |= {tensor.name: name for tensor in shard}
     if len(shards) > 1:
         total = sum(tensor.num_bytes for tensor in tensors)

@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.config.errors import CheckpointError, ConfigError, MegatronError
 from megatron.core.config.value_types import Arguments, JsonObject
-from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.dist_checkpointing.formats import HUGGING_FACE, format_of, open_reader
 from megatron.core.dist_checkpointing.key_names import is_vocabulary
 from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE, Common, Layout
 from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX
@@ -43,7 +43,7 @@ from megatron.training.tokenizer import (
 HF = "hf"
 PEFT = "peft"
 BESIDE = "huggingface"  # folder next to iter_*: config.json, tokenizer, generation config
-_EMBEDDING = "embedding.word_embeddings.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
 # Arguments that define a model, besides those of --use-checkpoint-args; values that every run
 # needs to be resolved.
 _MORE = (
@@ -122,7 +122,8 @@ def read_source(wanted: ConversionRequest) -> Source:
     kind = content.asked.get("model_kind")
     ranks = math.prod(size for _, size in content.manifest.layout.get("dense", []))
     states = {rank: reader.rank_state(rank) for rank in range(ranks)}
-    beside = content.folder.parent / BESIDE
+    is_theirs = format_of(content.folder) == HUGGING_FACE
+    beside = content.folder if is_theirs else content.folder.parent / BESIDE
     model = content.asked.get("tokenizer_model")
     if not beside.is_dir() and isinstance(model, str) and hf_folder.has_tokenizer(Path(model)):
         beside = Path(model)  # the checkpoint chose this path: only a tokenizer is read
@@ -202,11 +203,11 @@ def layout_of(args: Arguments) -> dict[str, int]:
     return {axis: size for axis, size in sizes.items() if size is not None}
 
 
-def config_beside(source: Source) -> JsonObject:
-    """Return the config.json that was saved with the model, or {}."""
-    if source.beside is None or not (source.beside / hf_folder.CONFIG).exists():
+def config_beside(folder: Path | None) -> JsonObject:
+    """Return the config.json that was saved with the model in ``folder``, or {}."""
+    if folder is None or not (folder / hf_folder.CONFIG).exists():
         return {}
-    return hf_folder.read_config(source.beside)
+    return hf_folder.read_config(folder)
 
 
 def vocab_size_of(source: Source, wanted: ConversionRequest) -> int:
@@ -238,7 +239,7 @@ def without_padding(source: Source, wanted: ConversionRequest) -> Source:
 
     Adapters alone come from PEFT, which has no padding.
     """
-    has_embedding = any(name.endswith(_EMBEDDING) for name in source.tensors)
+    has_embedding = any(name.endswith(EMBEDDING) for name in source.tensors)
     if not has_embedding or source.args.get("pad_vocab_in_loss"):
         return source
     vocab_size = vocab_size_of(source, wanted)
@@ -251,7 +252,7 @@ def without_padding(source: Source, wanted: ConversionRequest) -> Source:
 
 def embedding_of(tensors: Mapping[str, LazyTensor]) -> LazyTensor:
     """Return the embedding of words, which may be that of a part of the model."""
-    return next(tensor for name, tensor in tensors.items() if name.endswith(_EMBEDDING))
+    return next(tensor for name, tensor in tensors.items() if name.endswith(EMBEDDING))
 
 
 def special_ids(config: RunConfig) -> dict[str, int | None]:

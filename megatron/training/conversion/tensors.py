@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import Shape
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.params.param_info import info_of
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -75,9 +76,7 @@ class Rule:
         dtype = parts[0].dtype
         if any(part.dtype != dtype for part in parts):
             raise CheckpointError(f"{parts[0].name} and its kin have different dtypes")
-        joined = LazyTensor(
-            name, dtype, size, lambda: self.to_ours([part.make() for part in parts], shape)
-        )
+        joined = LazyTensor(name, dtype, size, Joined(self, parts, shape))
         wanted = [part.shape for part in self.split(joined, shape)]
         if [part.shape for part in parts] != wanted:
             has = ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
@@ -94,6 +93,51 @@ class Rule:
             LazyTensor(name, ours.dtype, size, make)
             for name, size, make in zip(self.theirs, sizes, makes, strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Our tensor made of ``parts``; `box` reads only the rows and columns of a box."""
+
+    rule: Rule
+    parts: Sequence[LazyTensor]
+    heads: Heads
+
+    def __call__(self) -> Tensor:
+        """Return the complete tensor."""
+        return self.rule.to_ours([part.make() for part in self.parts], self.heads)
+
+    def box(self, offset: Shape, shape: Shape) -> Tensor:
+        """Return the box of ``shape`` at ``offset``.
+
+        Our order of rows is found by converting the numbers of their rows.
+        """
+        sources = [part.make() for part in self.parts]
+        sources = [source.t() if self.rule.transposed else source for source in sources]
+        counts = [len(source) for source in sources]
+        numbers = self.rule.to_ours(list(torch.arange(sum(counts)).split(counts)), self.heads)
+        wanted = numbers[offset[0] : offset[0] + shape[0]]
+        out = torch.empty(shape, dtype=self.parts[0].dtype)
+        first = 0
+        for source in sources:
+            is_here = (wanted >= first) & (wanted < first + len(source))
+            for dim in range(1, len(shape)):
+                source = source.narrow(dim, offset[dim], shape[dim])
+            out[is_here] = source[wanted[is_here] - first]
+            first += len(source)
+        return out
+
+
+def box_of(tensor: LazyTensor, offset: Shape, shape: Shape) -> Tensor:
+    """Return the box of ``shape`` at ``offset`` of ``tensor``.
+
+    Of a tensor that is mapped from a file, only this box is read.
+    """
+    if shape == tensor.shape:
+        return tensor.make()
+    if isinstance(tensor.make, Joined):
+        return tensor.make.box(offset, shape)
+    return tensor.make()[tuple(slice(at, at + n) for at, n in zip(offset, shape, strict=True))]
 
 
 @lru_cache(maxsize=1)

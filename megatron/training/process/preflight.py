@@ -110,12 +110,15 @@ def folder_problems(config: RunConfig) -> Iterator[str]:
         ("--save", config.checkpoint.save),
         ("--tensorboard-dir", config.logging.tensorboard_dir),
         ("--config-logger-dir", config.model.config_logger_dir or None),
+        ("--save-hf", config.checkpoint.save_hf),
     ):
         if folder is None:
             continue
         reason = None
         try:
             path = Path(folder)
+            if flag == "--save-hf" and path.is_dir() and any(path.iterdir()):
+                reason = "it has files, and a new folder is written"
             existing = next(each for each in (path, *path.absolute().parents) if each.exists())
             if not existing.is_dir():
                 reason = f"{existing} is not a folder"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.optional import why_missing
 from megatron.core.params.param_info import info_of
 from megatron.core.peft.lora import attach_adapters, is_of_adapter
 from megatron.training.conversion import hf
@@ -35,10 +32,7 @@ from megatron.training.conversion.verify import our_model, our_outputs
 models = pytest.importorskip("tests.support.hugging_face_models", reason="needs transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-with pytest.MonkeyPatch.context() as patch:
-    if why_missing("transformer_engine") is not None:  # installed without its libraries it raises
-        patch.setitem(sys.modules, "transformer_engine", None)
-    peft = importlib.import_module("peft") if importlib.util.find_spec("peft") else None
+peft = models.peft
 needs_peft = pytest.mark.skipif(peft is None, reason="needs peft")
 
 RANK = 3
