@@ -59,8 +59,8 @@ from megatron.core.dist_checkpointing.records import (
 )
 from megatron.core.dist_checkpointing.validation import (
     Differences,
-    agree,
     check_strictness,
+    differences,
     shorten,
 )
 from megatron.core.parallel.collectives import (
@@ -68,6 +68,7 @@ from megatron.core.parallel.collectives import (
     broadcast_json,
     error_as_json,
     gather_json,
+    on_rank_0,
     on_wire,
     rank_in,
     reason_of,
@@ -339,8 +340,10 @@ def open_agreed(
         plan["problems"] = [problem for problem in found if problem]
     except (CheckpointError, OSError) as error:
         plan["error"] = error_as_json(error)
-    agreed = agree(folder, plan, stored, group, strictness, leave_out)
-    return reader, agreed
+    plans = gather_json(plan, group) or []
+    compare = partial(differences, folder, plans, stored, strictness, leave_out)
+    absent, unused = on_rank_0(compare, folder, group)
+    return reader, Differences(tuple(absent), tuple(unused))
 
 
 def save_failed(root: Path, iteration: int, reason: str) -> SaveFailed:

@@ -8,11 +8,12 @@ what a save writes and a load fills.  Nothing in this module communicates.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from megatron.core.params.param_info import flat_boxes
 ReplicaId = int | Shape
 ShardedStateDict = dict[str, Any]  # nested, with entries of this module
 CommonStateDict = StateDict
+Entry = TypeVar("Entry", bound="ShardedBase")
 
 
 class ShardedBase(ABC):
@@ -38,9 +40,11 @@ class ShardedBase(ABC):
     def validate_metadata_integrity(self) -> None:
         """Raise CheckpointError if the fields contradict each other."""
 
-    @abstractmethod
-    def without_data(self) -> ShardedBase:
+    def without_data(self: Entry) -> Entry:
         """Return a copy whose ``data`` is None."""
+        entry = copy.copy(self)
+        entry.data = None
+        return entry
 
 
 @dataclass
@@ -95,10 +99,6 @@ class ShardedTensor(ShardedBase):
         if self.flattened_range is None:
             return tuple(self.local_shape)
         return (len(range(*self.flattened_range.indices(prod(self.local_shape)))),)
-
-    def without_data(self) -> ShardedTensor:
-        """Return a copy whose ``data`` is None."""
-        return replace(self, data=None)
 
     @classmethod
     def from_rank_offsets(
@@ -253,10 +253,6 @@ class ShardedObject(ShardedBase):
                 f"{self.key}: global_shape and global_offset have different lengths: {self}"
             )
 
-    def without_data(self) -> ShardedObject:
-        """Return a copy whose ``data`` is None."""
-        return replace(self, data=None)
-
     @property
     def unique_key(self) -> str:
         """Key of the value in the checkpoint: ``key`` with offset and shape."""
@@ -294,10 +290,6 @@ class ShardedTensorFactory(ShardedBase):
 
     def validate_metadata_integrity(self) -> None:
         """Do nothing: there is nothing to contradict."""
-
-    def without_data(self) -> ShardedTensorFactory:
-        """Return a copy whose ``data`` is None."""
-        return replace(self, data=None)
 
 
 class LocalNonpersistentObject:

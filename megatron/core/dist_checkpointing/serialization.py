@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
@@ -98,7 +97,8 @@ def save(
         )
         if async_sharded_save:
             begun = snapshot(detach(begun), HostBuffer())
-    except all_ranks.REPORTED as error:
+    except (*all_ranks.REPORTED, AttributeError, TypeError, ValueError) as error:
+        # Also errors of factories and of copies of objects: other ranks must not wait forever.
         written |= all_ranks.not_written(error)
 
     def write() -> None:
@@ -329,20 +329,23 @@ def _with_contents(
 
     Raises CheckpointError for an entry without data.
     """
-    mine: dict[object, ShardedTensor] = {}
-    copies: dict[str, ShardedTensor] = {}
+    records: dict[object, TensorRecord] = {}
     objects = {}
     for entry in leaves(_build(sharded_state_dict, {})):
         if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
             place = entry.key, entry.global_offset, str(entry.flattened_range)
-            first = mine.setdefault(place, entry)  # tied weights are one tensor
-            if first.data is not entry.data and not _is_same_memory(first.data, entry.data):
+            record = entry.record()
+            first = records.setdefault(place, record)  # tied weights are one tensor
+            if [p.data.data_ptr() for p in first.pieces] != [
+                p.data.data_ptr() for p in record.pieces
+            ]:
                 raise CheckpointError(
                     f"{entry.key}: two entries of one rank are this part of the tensor, with "
                     "different values: give one of them another key, or a replica_id above 0"
                 )
         elif isinstance(entry, ShardedTensor) and entry.data is not None and notice_copies:
-            copies[entry.key] = entry
+            # Without values: so a tensor of which all ranks have copies only is noticed.
+            records[entry.key] = replace(entry.record(), pieces=())
         elif isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
             objects[entry.unique_key] = entry.data
     common: StateDict = {}
@@ -351,16 +354,7 @@ def _with_contents(
         if metadata is not None:
             common[_METADATA] = metadata
     contents = Contents(tensors=(), rank_state=objects, common=common)
-    tensors = [entry.record() for entry in mine.values()]
-    # Without values: so a tensor of which all ranks have copies only is noticed.
-    tensors += [replace(entry.record(), pieces=()) for entry in copies.values()]
-    return replace(begun, tensors=tensors, contents=contents)
-
-
-def _is_same_memory(first: Tensor | None, second: Tensor | None) -> bool:
-    if first is None or second is None:
-        return False
-    return first.data_ptr() == second.data_ptr() and first.shape == second.shape
+    return replace(begun, tensors=list(records.values()), contents=contents)
 
 
 def _unless_sharded(entry: object) -> object:

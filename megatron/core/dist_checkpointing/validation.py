@@ -11,14 +11,11 @@ import logging
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-
-from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
-from megatron.core.parallel.collectives import gather_json, on_rank_0, raise_if
+from megatron.core.parallel.collectives import raise_if
 
 logger = logging.getLogger(__name__)
 
@@ -76,21 +73,6 @@ class Differences:
     unused: tuple[str, ...] = ()  # in the checkpoint, not requested
 
 
-def agree(
-    folder: Path,
-    plan: JsonObject,
-    stored: Collection[str],
-    group: ProcessGroup | None,
-    strictness: str,
-    leave_out: tuple[str, ...],
-) -> Differences:
-    """Compare over all ranks; return the permitted differences or raise on all.  Collective."""
-    plans = gather_json(plan, group) or []
-    compare = partial(_differences, folder, plans, stored, strictness, leave_out)
-    absent, unused = on_rank_0(compare, folder, group)
-    return Differences(tuple(absent), tuple(unused))
-
-
 _PRECISION_FLAGS = {
     "bfloat16": "--bf16",
     "float16": "--fp16",
@@ -98,14 +80,17 @@ _PRECISION_FLAGS = {
 }
 
 
-def _differences(
+def differences(
     folder: Path,
     plans: Sequence[JsonObject],
     stored: Collection[str],
     strictness: str,
     leave_out: tuple[str, ...],
 ) -> tuple[list[str], list[str]]:
-    """On rank 0: return the differences that ``strictness`` permits.  Raises CheckpointError."""
+    """On rank 0: return the differences that ``strictness`` permits.  Raises CheckpointError.
+
+    ``plans``: of each rank the keys that it wants and its problems, or its error.
+    """
     for plan in plans:
         raise_if(plan.get("error"))
     problems = sorted({problem for plan in plans for problem in plan["problems"]})

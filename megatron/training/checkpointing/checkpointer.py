@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
@@ -117,11 +117,7 @@ class Checkpointer:
         SaveFailed if it fails.  ``is_transient``: a non-persistent checkpoint
         (--non-persistent-save-interval), which has its own directory.
         """
-        config = run.config.checkpoint
-        is_local = is_transient and keeps_parts(config)
-        in_background = bool(config.async_save) and not is_last and not is_local
-        if is_transient:
-            config = transient(config)
+        in_background = bool(run.config.checkpoint.async_save) and not is_last
         iteration = run.state.iteration
         failure = None
         began_s = time.perf_counter()
@@ -129,7 +125,13 @@ class Checkpointer:
         self.wait(run)
         fault_point("save.before", step=iteration)
         try:
-            saved = self._save(run, parts, config, in_background, is_local)
+            saved = self.publish(
+                run,
+                parts,
+                run.state.to_dict(),
+                is_transient=is_transient,
+                in_background=in_background,
+            )
         except SaveFailed as error:
             failure = error
         run.timers("save-checkpoint").stop(barrier=True)
@@ -149,15 +151,23 @@ class Checkpointer:
             self._note(saved, CheckpointEvent(kind="saved", iteration=iteration, stall_s=stall_s))
 
     @in_phase("saving a checkpoint")
-    def _save(
+    def publish(
         self,
         run: RunContext,
         parts: RunParts,
-        config: CheckpointConfig,
-        in_background: bool,
-        is_local: bool,
+        counters: Mapping[str, float],
+        *,
+        is_transient: bool = False,
+        in_background: bool = False,
     ) -> SaveResult | None:
-        """Save and return the result; None if the save continues in the background."""
+        """Save and return the result; None if the save continues in the background.
+
+        ``is_transient``: see `save`.  Raises SaveFailed.
+        """
+        config = run.config.checkpoint
+        is_local = is_transient and keeps_parts(config)
+        if is_transient:
+            config = transient(config)
 
         def go_on(begun: PendingSave) -> None:
             self.pending = BackgroundSave(begun, self._snapshot_memory, run.groups.world)
@@ -169,10 +179,10 @@ class Checkpointer:
         return save_run(
             config,
             self._with_origin(run, parts),
-            run.state.to_dict(),
+            counters,
             is_local=is_local,
             plan=self._plan if config.ckpt_assume_constant_structure else None,
-            go_on=go_on if in_background else None,
+            go_on=go_on if in_background and not is_local else None,
             asked=_asked(run, config),
             write_config=lambda path: write_config(run.config, path),
         )

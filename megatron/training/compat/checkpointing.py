@@ -14,17 +14,14 @@ from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.default_groups import default_groups, library_call
-from megatron.training.arguments.config_file import write_config
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.checkpointer import Checkpointer
 from megatron.training.checkpointing.load import load_run
-from megatron.training.checkpointing.non_persistent import keeps_parts, transient
 from megatron.training.checkpointing.paths import checkpoint_folder, resolve_folder
 from megatron.training.checkpointing.paths import (
     get_checkpoint_tracker_filename as get_checkpoint_tracker_filename,
 )
-from megatron.training.checkpointing.save import save_run
 from megatron.training.compat import global_vars
 from megatron.training.compat.utils import Model, chunks_of
 from megatron.training.models.registry import layers_of_stages
@@ -67,8 +64,7 @@ def save_checkpoint(
     poll a background save.  Raises ConfigError, SaveFailed.
     """
     run = global_vars.get_run()
-    config = run.config.checkpoint
-    if non_persistent_ckpt and config.non_persistent_ckpt_type is None:
+    if non_persistent_ckpt and run.config.checkpoint.non_persistent_ckpt_type is None:
         raise ConfigError(
             "save_checkpoint(non_persistent_ckpt=True) needs --non-persistent-ckpt-type global or "
             "local: where is it to be kept?"
@@ -77,17 +73,9 @@ def save_checkpoint(
         "iteration": iteration,
         "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
     }
-    is_local = non_persistent_ckpt and keeps_parts(config)
-    if non_persistent_ckpt:
-        config = transient(config)
-    save_run(
-        config,
-        _parts(model, optimizer, opt_param_scheduler),
-        counters,
-        asked=run.config.asked,
-        write_config=lambda path: write_config(run.config, path),
-        is_local=is_local,
-    )
+    saves = run.checkpoints if isinstance(run, ModelRun) else Checkpointer()
+    parts = _parts(model, optimizer, opt_param_scheduler)
+    saves.publish(run, parts, counters, is_transient=non_persistent_ckpt)
 
 
 def load_checkpoint(
@@ -232,7 +220,6 @@ def _parts(
     model: Model, optimizer: MegatronOptimizer | None, scheduler: OptimizerParamScheduler | None
 ) -> RunParts:
     run = global_vars.get_run()
-    saves = run.checkpoints if isinstance(run, ModelRun) else Checkpointer()
     is_per_rank = run.config.checkpoint.ckpt_format == "torch"
     return RunParts(
         model_chunks=chunks_of(model),
@@ -241,6 +228,4 @@ def _parts(
         scheduler=scheduler,
         stages=layers_of_stages(run.config) if is_per_rank else (),
         asked=run.config.asked,
-        base=saves.adapter_base,
-        started_from=saves.started_from,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -174,18 +175,33 @@ def test_ranks_save_parts_that_any_rank_loads(tmp_path: Path) -> None:
     assert whole["rows"].tolist() == [[0, 0], [1, 1], [2, 2]]
 
 
-def _fail_on_one(rank: int, world_size: int, folder: str) -> str:
-    value = object() if rank == 1 else 1
+def _fail_on_one(rank: int, world_size: int, folder: str, kind: str, in_background: bool) -> str:
+    unsaved: Any = threading.Lock() if in_background else lambda: None
+    entry = ShardedObject("x", unsaved if rank == 1 else 1, (2,), (rank,))
     try:
-        dist_checkpointing.save({"x": ShardedObject("x", value, (2,), (rank,))}, folder)
+        request = dist_checkpointing.save(
+            {"x": entry}, folder, (kind, 1), async_sharded_save=in_background
+        )
+        if request is not None:
+            request.execute_sync()
     except CheckpointError as error:
         return str(error)
     return "saved"
 
 
-def test_every_rank_learns_why_one_could_not_save(tmp_path: Path) -> None:
-    messages = run_ranks(_fail_on_one, 2, str(tmp_path))
-    assert all("rank 1: x is a object, which is not saved" in message for message in messages)
+@pytest.mark.parametrize(
+    ("kind", "in_background", "message"),
+    [
+        ("safetensors_dist", False, "rank 1: x is a function, which is not saved"),
+        ("torch_dist", False, "rank 1: x/shard_1_2 cannot be pickled"),
+        ("torch_dist", True, "rank 1: cannot pickle '_thread.lock' object"),
+    ],
+)
+def test_every_rank_learns_why_one_could_not_save(
+    tmp_path: Path, kind: str, in_background: bool, message: str
+) -> None:
+    messages = run_ranks(_fail_on_one, 2, str(tmp_path), kind, in_background)
+    assert all(message in each for each in messages), messages
 
 
 @pytest.mark.parametrize("kind", ["safetensors_dist", "torch_dist"])

@@ -193,18 +193,26 @@ class _Pickler(pickle._Pickler):
 _PICKLE = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
 
 
-def write_archive(file: BinaryIO, value: object) -> None:
-    """Write ``value`` as torch.save does.  Raises OSError."""
+def write_archive(file: BinaryIO, value: object, name: str = "a value") -> None:
+    """Write ``value`` as torch.save does.
+
+    Raises OSError, and CheckpointError, with ``name``, for a value that cannot be pickled.
+    """
     try:
         torch.save(value, file, pickle_module=_PICKLE)
     except RuntimeError as error:  # torch reports a short file, in place of the full disk
         raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"{name} cannot be pickled ({error}): give numbers, text, lists, dicts or tensors, or "
+            "leave it out"
+        ) from None
 
 
 def save_archive(path: Path, value: object) -> FileEntry:
     """Write ``value`` to ``path`` as torch.save does, and fsync it.  Raises OSError."""
     with open(path, "wb") as file:  # torch's own file writer hides the OSError of a full disk
-        write_archive(file, value)
+        write_archive(file, value, f"a value of {path.name}")
     return adopt_file(path)
 
 

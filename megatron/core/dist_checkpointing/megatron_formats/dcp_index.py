@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,9 +34,9 @@ from megatron.core.text_files import path_inside
 
 @dataclass(frozen=True)
 class ForeignPiece(StoredBox):
-    """A box of a tensor, and a function that returns its stored values."""
+    """A box of a tensor, and a function that returns its values, stored or in memory."""
 
-    array: Callable[[], StoredArray]
+    array: Callable[[], Any]  # a StoredArray or a Tensor
 
 
 @dataclass(frozen=True)

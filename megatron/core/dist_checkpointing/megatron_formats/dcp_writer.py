@@ -115,11 +115,11 @@ class DcpFile:
     step: int
     file: BinaryIO
 
-    def add(self, value: object) -> JsonObject:
-        """Add an object other than a tensor."""
+    def add(self, value: object, key: str = "a value") -> JsonObject:
+        """Add an object other than a tensor; its ``key`` is for messages."""
         fault_point("save.tensor", step=self.step)
         start = self.file.tell()
-        write_archive(self.file, value)
+        write_archive(self.file, value, key)
         return {"file": self.name, "start": start, "num_bytes": self.file.tell() - start}
 
     def add_box(self, offset: Sequence[int], values: Tensor) -> JsonObject:
@@ -226,7 +226,7 @@ def write_tensors(
                 values = piece.data.to(tensor.dtype).reshape((1,) * len(stack) + shape)
                 entry["pieces"].append(file.add_box((*stack, *offset), values))
         for key, value in (objects or {}).items():
-            report.objects[key] = file.add([value])
+            report.objects[key] = file.add([value], key)
     return report
 
 

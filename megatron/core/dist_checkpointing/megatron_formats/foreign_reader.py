@@ -206,7 +206,8 @@ class ForeignReader(CheckpointReader):
     def _read_piece(self, key: str, piece: StoredBox, box: Box, target: Tensor) -> None:
         assert isinstance(piece, ForeignPiece)
         with parsing(self.folder):
-            target.copy_(piece.array()[box].read())
+            found = piece.array()[box]
+            target.copy_(found.read() if isinstance(found, StoredArray) else found)
 
 
 def span_of(pieces: Iterable[StoredBox]) -> Shape:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,14 @@ from torch import Tensor
 
 from megatron.core import enums
 from megatron.core.config.errors import CheckpointError
-from megatron.core.config.value_types import Arguments, JsonObject, Nested, StateDict, Unpickled
+from megatron.core.config.value_types import (
+    Arguments,
+    JsonObject,
+    Nested,
+    Shape,
+    StateDict,
+    Unpickled,
+)
 from megatron.core.dist_checkpointing.formats import Format, RankReport, RankSave, open_reader
 from megatron.core.dist_checkpointing.library_files import (
     COMMON_TENSOR,
@@ -54,7 +61,7 @@ from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import For
 from megatron.core.dist_checkpointing.megatron_formats.reference_values import reference_values
 from megatron.core.dist_checkpointing.megatron_formats.torch_dist import boxes_of, pieces_of
 from megatron.core.dist_checkpointing.megatron_formats.unpickler import Record
-from megatron.core.dist_checkpointing.reader import Box, CheckpointReader, StoredBox, StoredTensor
+from megatron.core.dist_checkpointing.reader import CheckpointReader, StoredBox, StoredTensor
 from megatron.core.dist_checkpointing.records import LazyPiece, Piece, TensorRecord
 
 
@@ -131,13 +138,6 @@ def _plain(value: Unpickled) -> Nested:
     return value
 
 
-@dataclass(frozen=True)
-class _Values(StoredBox):
-    """A box whose values a record computes."""
-
-    piece: Piece | LazyPiece
-
-
 class ApplicationFiles(ForeignReader, LibraryReader):
     """A checkpoint of the application, under Megatron Core's keys.
 
@@ -148,22 +148,19 @@ class ApplicationFiles(ForeignReader, LibraryReader):
         super().__init__(folder)
         self._reader = reader = open_reader(folder)
         self._common = reader.common()
-        boxes: dict[str, list[_Values]] = {}
-        dtypes: dict[str, torch.dtype] = {}
         for key, stored in reader.tensors.items():
             lazy = LazyPiece((0,) * len(stored.shape), stored.shape, partial(reader.read, key))
             record = TensorRecord(
                 key=key, global_shape=stored.shape, dtype=stored.dtype, pieces=(lazy,)
             )
             for name, place, part in stacked_parts(record, self._common.get("args", {})):
-                dtypes[name] = stored.dtype
                 for piece in part.pieces:
                     shape = (1,) * len(place) + piece.shape
-                    boxes.setdefault(name, []).append(
-                        _Values((*place, *piece.offset), shape, piece)
-                    )
-        for name, found in boxes.items():
-            self.tensors[name] = StoredTensor(span_of(found), dtypes[name], tuple(found))
+                    values = partial(_values, piece, shape)
+                    box = ForeignPiece((*place, *piece.offset), shape, values)
+                    self._add(name, stored.dtype, box)
+        for name, (dtype, boxes) in self._found.items():
+            self.tensors[name] = StoredTensor(span_of(boxes), dtype, tuple(boxes))
 
     def state(self) -> StateDict:
         """Return the common values in Megatron-LM's form."""
@@ -182,9 +179,9 @@ class ApplicationFiles(ForeignReader, LibraryReader):
     def _rng_state(self, rank: int) -> None:
         return None
 
-    def _read_piece(self, key: str, piece: StoredBox, box: Box, target: Tensor) -> None:
-        assert isinstance(piece, _Values)
-        target.copy_(piece.piece.data.view(piece.shape)[box])
+
+def _values(piece: Piece | LazyPiece, shape: Shape) -> Tensor:
+    return piece.data.view(shape)
 
 
 class LibraryFiles(ForeignReader):
@@ -198,7 +195,7 @@ class LibraryFiles(ForeignReader):
             if key.startswith(COMMON_TENSOR):
                 continue
             chunks = [
-                ForeignPiece(p.offset, p.shape, partial(_array, reader, key, p))
+                ForeignPiece(p.offset, p.shape, partial(_read, reader, key, p))
                 for p in stored.pieces
             ]
             tensor = DcpTensor(stored.dtype, stored.shape, tuple(chunks), None)
@@ -219,13 +216,7 @@ class LibraryFiles(ForeignReader):
         return None
 
 
-def _array(reader: CheckpointReader, key: str, piece: StoredBox) -> StoredArray:
-    """Return a box of a tensor; each use of its elements reads it."""
-    dtype = reader.tensors[key].dtype
-
-    def elements(first: int, count: int) -> Tensor:
-        values = torch.empty(piece.shape, dtype=dtype)
-        reader.read_box(key, piece.offset, values)
-        return values.reshape(-1)[first : first + count]
-
-    return StoredArray(torch.empty(piece.shape, dtype=dtype, device="meta"), elements)
+def _read(reader: CheckpointReader, key: str, piece: StoredBox) -> Tensor:
+    values = torch.empty(piece.shape, dtype=reader.tensors[key].dtype)
+    reader.read_box(key, piece.offset, values)
+    return values
