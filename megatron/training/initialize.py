@@ -64,6 +64,8 @@ from megatron.training.process.preflight import (
     set_gpu_defaults,
 )
 from megatron.training.process.rank_print import (
+    choose_style,
+    print_detail,
     print_rank_0,
     rank,
     setup_logging,
@@ -216,6 +218,7 @@ def connect(config: RunConfig, store: dist.Store | None = None) -> None:
     Raises ConfigError if the requested device is missing, or if the environment forbids
     --deterministic-mode.
     """
+    choose_style(config.logging.log_style)
     setup_logging(config.logging.logging_level)
     if config.training.exit_signal_handler:
         catch_stop_signal()  # a SIGTERM during setup then stops the train loop
@@ -254,8 +257,8 @@ def install_groups(config: RunConfig) -> ProcessGroupCollection:
     """Create the process groups of the layout; set the random seeds.  Collective over all ranks."""
     groups = create_groups(config)
     tp, pp = config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size
-    print_rank_0(f"> initialized tensor model parallel with size {tp}")
-    print_rank_0(f"> initialized pipeline model parallel with size {pp}")
+    print_detail(f"> initialized tensor model parallel with size {tp}")
+    print_detail(f"> initialized pipeline model parallel with size {pp}")
     parallel_state.install(groups)
     _set_seeds(config, groups)
     if config.model.disable_bf16_reduced_precision_matmul:
@@ -345,7 +348,7 @@ def _init_default_group(config: RunConfig, store: dist.Store | None) -> None:
         nccl_allocator.init()
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     end_group_threads_at_exit()
-    print_rank_0("> initializing torch distributed ...")
+    print_detail("> initializing torch distributed ...")
     # Without device_id: with one, torch splits the communicator of each new group from that of all
     # ranks at once, so that every rank of the run joins every ncclCommSplit.  A rank outside of a
     # gloo group joins it too, but no rank inside (torch 2.11 to 2.13): the run would hang.
@@ -375,7 +378,7 @@ def _set_seeds(config: RunConfig, groups: ProcessGroupCollection) -> None:
     seed = config.training.seed + 100 * groups.pp.rank()
     if config.training.data_parallel_random_init:
         seed += 10 * groups.dp.rank()
-    print_rank_0(f"> setting random seeds to {config.training.seed} ...")
+    print_detail(f"> setting random seeds to {config.training.seed} ...")
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

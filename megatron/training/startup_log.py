@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import fill
 
 import torch.distributed as dist
 from torch import nn
@@ -20,16 +22,26 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import NO_OP
 from megatron.core.transformer.moe.deep_ep import unsupported_reason
 from megatron.core.transformer.moe.experts import Experts
 from megatron.training.arguments.flat_values import flat_values
+from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.config.run import RunConfig
+from megatron.training.estimates.theoretical_memory import weight_and_optimizer_bytes
 from megatron.training.models.attention_request import attention_request, encoder_attention_request
 from megatron.training.models.registry import layers_of, model_kind_of
-from megatron.training.process.rank_print import print_rank_0
+from megatron.training.process.rank_print import is_rank0, is_short, print_detail, print_rank_0
+from megatron.training.runtime.context import RunContext
 
 _NAME_WIDTH = 48
+_WIDTH = 100
 
 
 def print_settings(config: RunConfig) -> None:
-    """Print layout, arguments, and how the model will be computed."""
+    """Print layout, arguments, and how the model will be computed; in a short log, see
+    `print_summary`, only what was asked for.
+    """
+    if is_short():
+        if config.logging.print_args:
+            print_arguments(flat_values(config))
+        return
     print_layout(config)
     print_arguments(flat_values(config))
     print_attention_backends(config)
@@ -44,13 +56,75 @@ def print_settings(config: RunConfig) -> None:
 
 def print_arguments(values: Mapping[str, object]) -> None:
     """Print all arguments on rank 0, in alphabetical order."""
-    lines = [f"  {name} {'.' * (_NAME_WIDTH - len(name))} {values[name]}" for name in values]
     lines = [
         "------------------------ arguments ------------------------",
-        *sorted(lines, key=str.lower),
+        *argument_lines(values),
         "-------------------- end of arguments ---------------------",
     ]
     print_rank_0("\n".join(lines))
+
+
+def argument_lines(values: Mapping[str, object]) -> list[str]:
+    """Return a line for each argument, in alphabetical order."""
+    lines = [f"  {name} {'.' * (_NAME_WIDTH - len(name))} {values[name]}" for name in values]
+    return sorted(lines, key=str.lower)
+
+
+def print_summary(run: RunContext) -> None:
+    """In a short log, print a screen about the run on rank 0.
+
+    All arguments go to ``arguments.txt`` in the directory of --save.
+    """
+    if not (is_short() and is_rank0()):
+        return
+    config, values = run.config, flat_values(run.config)
+    model, training, data = config.model, config.training, config.data
+    mebibytes = weight_and_optimizer_bytes(config, run.padded_vocab_size) / 2**20
+    ranks = "1 rank" if config.world_size == 1 else f"{config.world_size:,} ranks"
+    layout = (
+        f"{ranks} on {device.current().type}: tensor "
+        f"{model.tensor_model_parallel_size}, pipeline {model.pipeline_model_parallel_size}, "
+        f"context {model.context_parallel_size}, data {config.data_parallel_size}"
+    )
+    samples = "synthetic" if data.mock_data else _shown(data.data_path or data.train_data_path)
+    rows = {
+        "model": f"{config.language_model.model_kind}, {model.num_layers} layers, hidden size "
+        f"{model.hidden_size}, {model.num_attention_heads} heads, {str(model.params_dtype)[6:]}",
+        "layout": layout,
+        "memory": f"{mebibytes:,.0f} MiB a rank for weights and optimizer",
+        "data": f"{samples}, {config.tokenizer.tokenizer_type}, vocabulary of "
+        f"{run.padded_vocab_size:,}, sequences of {data.seq_length:,} tokens",
+        "steps": f"{run.train_iters:,} of {training.global_batch_size:,} sequences",
+        "kernels": kernel_backend(model.params_dtype),
+        "given": _shown(_given(config.asked)),
+    }
+    for name, text in rows.items():
+        print(fill(text, _WIDTH, initial_indent=f"{name:9}", subsequent_indent=" " * 9))
+    hint = "--print-args prints all arguments"
+    if config.checkpoint.save is not None:
+        path = Path(config.checkpoint.save) / "arguments.txt"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(argument_lines(values)) + "\n")
+            hint = f"all arguments are in {path}"
+        except OSError as error:
+            hint = f"WARNING: {path} cannot be written: {error}"
+    print(f"{'':9}{hint}", flush=True)
+
+
+def _given(asked: Mapping[str, object]) -> list[str]:
+    """Return the flags whose values are not their defaults, with the values."""
+    words: list[str] = []
+    for dest, (flag, default) in flags_and_defaults().items():
+        value = asked.get(dest, default)
+        if value != default:
+            words.append(flag)
+            words += [] if isinstance(value, bool) else [_shown(value)]
+    return words
+
+
+def _shown(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def print_layout(config: RunConfig) -> None:
@@ -115,7 +189,7 @@ def print_gradient_accumulation_fusion(config: RunConfig, chunks: Sequence[nn.Mo
     params = [p for chunk in chunks for p in chunk.parameters()]
     fused = sum(adds_to_main_grad(p) for p in params)
     answer = f"yes, for {fused} parameters" if fused else "no, this would be slower or impossible"
-    print_rank_0(f"gradient accumulation fused: {answer}")
+    print_detail(f"gradient accumulation fused: {answer}")
 
 
 def print_low_precision(config: RunConfig) -> None:
@@ -153,4 +227,4 @@ def print_datetime(label: str) -> None:
     """Print ``label`` and the time on rank 0, after a barrier.  Collective over all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         wait_for_ranks()
-    print_rank_0(f"[{label}] datetime: {time.strftime('%Y-%m-%d %H:%M:%S')} ")
+    print_detail(f"[{label}] datetime: {time.strftime('%Y-%m-%d %H:%M:%S')} ")

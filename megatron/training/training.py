@@ -48,7 +48,7 @@ from megatron.training.models.registry import implementation_of
 from megatron.training.planning.memory_warmup import make_optimizer_state, rehearse
 from megatron.training.planning.out_of_memory import report_oom
 from megatron.training.process import exit_report
-from megatron.training.process.rank_print import print_rank_0
+from megatron.training.process.rank_print import print_detail, print_rank_0
 from megatron.training.runtime import setup
 from megatron.training.runtime.setup import recount_train_iters
 from megatron.training.runtime.step_graph import StepGraph
@@ -57,6 +57,7 @@ from megatron.training.startup_log import (
     print_expert_waits,
     print_gradient_accumulation_fusion,
     print_settings,
+    print_summary,
 )
 from megatron.training.step import evaluate as evaluation
 from megatron.training.step.rerun import install_state_machine
@@ -226,6 +227,7 @@ def set_up(config: RunConfig, script: _Script) -> ModelRun:
     groups = install_groups(config)
     print_settings(config)
     context = create_context(config, groups)
+    print_summary(context)
     count_epochs(context)
     print_datetime("after megatron is initialized")
     context.timers("model-and-optimizer-setup", log_level=0).start(barrier=True)
@@ -260,7 +262,7 @@ def set_up(config: RunConfig, script: _Script) -> ModelRun:
     run.data = loaders.build_data(run, script.provider)
     run.timers("train/valid/test-data-iterators-setup").stop()
     print_datetime("after dataloaders are built")
-    print_rank_0("done with setup ...")
+    print_detail("done with setup ...")
     run.timers.log(
         ["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"], barrier=True
     )
@@ -295,7 +297,7 @@ def _train_and_evaluate(run: ModelRun) -> None:
         make_optimizer_state(run)
         if run.config.training.rehearse_memory and not run.finished():
             rehearse(run)
-        print_rank_0("training ...")
+        print_detail("training ...")
         print_datetime("before the start of training step")
         train(run)
         if run.state.stop_reason is not None:

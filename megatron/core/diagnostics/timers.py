@@ -109,9 +109,13 @@ class DummyTimer(Timer):
 
 
 class Timers:
-    """Collection of this process's timers: ``timers("forward", log_level=1).start()``."""
+    """Collection of this process's timers: ``timers("forward", log_level=1).start()``.
 
-    def __init__(self, log_level: int, log_option: str) -> None:
+    `log` prints nothing unless ``prints``.
+    """
+
+    def __init__(self, log_level: int, log_option: str, prints: bool = True) -> None:
+        self._prints = prints
         assert log_option in ("max", "minmax", "all"), f"unknown timing log option {log_option!r}"
         self._log_level = log_level
         self._log_option = log_option
@@ -179,7 +183,7 @@ class Timers:
         text = self.get_all_timers_string(names, normalizer, reset, barrier)
         printing_rank = _world_size() - 1 if rank is None else rank
         mine = dist.get_rank() if dist.is_initialized() else 0
-        if text is not None and mine == printing_rank:
+        if self._prints and text is not None and mine == printing_rank:
             print(text, flush=True)
 
     def write(

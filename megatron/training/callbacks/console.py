@@ -6,10 +6,13 @@ Megatron-LM does not print (tokens/s, MFU) are at the end of the line.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
+from megatron.training.process.rank_print import CLEAR, print_live
 
 # Label -> format.  Labels without an entry are losses.
 FORMATS: dict[str, str] = {
@@ -49,6 +52,48 @@ class ConsoleSink(Sink):
 
     def write_eval(self, record: EvalRecord) -> None:
         print(validation_block(record), flush=True)
+
+
+class ShortSink(Sink):
+    """Print a short line per log interval and per evaluation; on a terminal, follow each step."""
+
+    name = "console output"
+
+    def __init__(self, tokens_per_sample: int) -> None:
+        self._tokens_per_sample = tokens_per_sample
+        self._first: tuple[float, int, int] | None = None  # time in s, iteration, samples
+
+    def write_step(self, record: StepRecord) -> None:
+        now_s = time.monotonic()
+        # The first step is not measured: it starts what later ones use.
+        self._first = self._first or (now_s, record.iteration, record.consumed_samples)
+        began_s, iteration, samples = self._first
+        elapsed_s, steps = now_s - began_s, record.iteration - iteration
+        fields = [f"step {record.iteration:,}/{record.train_iters:,}"]
+        interval = record.interval or {}
+        losses = {k: v for k, v in interval.items() if k not in FORMATS} or record.losses
+        fields += [f"{name} {value:.4f}" for name, value in losses.items()]
+        for name in ("grad norm", "learning rate"):
+            if name in interval:
+                fields.append(f"{name} {interval[name]:.4g}")
+        if steps > 0:
+            rate = (record.consumed_samples - samples) * self._tokens_per_sample / elapsed_s
+            rest_s = elapsed_s / steps * (record.train_iters - record.iteration)
+            fields += [f"{rate:,.0f} tokens/s", f"{timedelta(seconds=round(rest_s))} left"]
+        text = " | ".join(fields)
+        if record.interval is None:
+            print_live(text)
+        else:
+            _print_line(text)
+
+    def write_eval(self, record: EvalRecord) -> None:
+        values = {**record.losses, **{f"{k} PPL": v for k, v in record.perplexities.items()}}
+        fields = [f"{record.split}{record.suffix} at step {record.iteration:,}"]
+        _print_line(" | ".join([*fields, *(f"{name} {v:.4f}" for name, v in values.items())]))
+
+
+def _print_line(text: str) -> None:
+    print(f"{CLEAR if sys.stdout.isatty() else ''}{text}", flush=True)
 
 
 def training_line(iteration: int, train_iters: int, interval: Mapping[str, float]) -> str:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.training.arguments.flat_values import flat_values
-from megatron.training.callbacks.console import ConsoleSink
+from megatron.training.callbacks.console import ConsoleSink, ShortSink
 from megatron.training.callbacks.energy import energy_meter
 from megatron.training.callbacks.metrics import Metrics
 from megatron.training.callbacks.metrics_file import MetricsFileSink
@@ -29,6 +29,7 @@ from megatron.training.callbacks.user import user_callbacks
 from megatron.training.callbacks.wandb import WandbSink, wandb_folder
 from megatron.training.fault_tolerance import sections
 from megatron.training.models.registry import registered
+from megatron.training.process.rank_print import is_short
 from megatron.training.process.signals import catch_stop_signal
 from megatron.training.step.run import Callback, CallbackList, ModelRun
 
@@ -78,7 +79,7 @@ def _sinks(run: ModelRun) -> list[Sink]:
         return sinks
     config, state = run.config, run.state
     arguments = flat_values(config)
-    open_sink(sinks, "console output", ConsoleSink)
+    sinks.append(ShortSink(config.data.seq_length) if is_short() else ConsoleSink())
     if (path := config.logging.metrics_file) is not None:
         open_sink(sinks, f"metrics file {path}", lambda: MetricsFileSink(path, state.iteration))
     if config.logging.tensorboard_dir is not None:

@@ -28,6 +28,7 @@ from megatron.training.estimates.flops import (
     num_floating_point_operations,
 )
 from megatron.training.estimates.theoretical_memory import print_memory
+from megatron.training.process.rank_print import is_short
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import (
     Callback,
@@ -222,6 +223,8 @@ class Metrics(Callback):
 
     def _report_memory(self, run: TrainingRun) -> None:
         self._memory_is_reported = True
+        if is_short():
+            return
         if run.is_rank_0:
             num_microbatches = run.batches.num_microbatches(run.state.consumed_train_samples)
             print_memory(run.config, run.padded_vocab_size, num_microbatches)

@@ -29,7 +29,7 @@ from megatron.training.checkpointing.non_persistent import check_host_memory, re
 from megatron.training.checkpointing.paths import RunContent
 from megatron.training.checkpointing.source import STARTED_FROM
 from megatron.training.config.checkpoint import CheckpointConfig
-from megatron.training.process.rank_print import print_rank_0
+from megatron.training.process.rank_print import print_detail, print_rank_0
 
 # Megatron-LM's version number for its order of query, key and value rows, also used here.
 CHECKPOINT_VERSION = 3.0
@@ -100,7 +100,7 @@ def contents_of(
     ``asked`` is the parsed command line, and ``write_config(path)`` writes the resolved one.
     Collective over data-parallel ranks: completes pending parameter all-gathers first.
     """
-    print_rank_0(
+    print_detail(
         f"saving checkpoint at iteration {int(counters['iteration']):7d} to {config.save} "
         f"in {config.ckpt_format} format"
     )

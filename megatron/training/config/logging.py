@@ -16,6 +16,16 @@ class LoggingConfig:
     log_interval: int = _training(
         100, "Steps between training log lines.", at_least=1, at_most=INT64_MAX
     )
+    log_style: str = _logging(
+        "auto",
+        "Log on the console: megatron (Megatron-LM's lines), short (a summary of the run, short "
+        "lines, and on a terminal a line that follows each step) or auto, which is short if one "
+        "process without a launcher prints to a terminal.",
+        choices=("auto", "megatron", "short"),
+    )
+    print_args: bool = _logging(
+        False, "Print all arguments at the start with --log-style short too."
+    )
     tensorboard_dir: str | None = _training(None, "Directory for TensorBoard event files.")
     metrics_file: str | None = _logging(None, "JSON lines file that receives every logged metric.")
     moe_per_layer_logging: bool = option(

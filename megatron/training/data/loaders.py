@@ -34,7 +34,7 @@ from megatron.training.config.data import DataConfig
 from megatron.training.models.kind import DocumentSpec, TensorSpec
 from megatron.training.models.registry import implementation_of
 from megatron.training.process.exit_report import in_phase
-from megatron.training.process.rank_print import print_rank_0
+from megatron.training.process.rank_print import print_detail
 from megatron.training.runtime.context import RunContext
 
 Provider = Callable[[Sequence[int | None]], tuple[Any, Any, Any]]
@@ -101,9 +101,9 @@ def build_data(run: RunContext, provider: Provider) -> TrainingData:
     meanwhile, so that no collective is pending (it could run into its timeout).
     """
     sizes = train_valid_test_num_samples(run)
-    print_rank_0(" > datasets target sizes (minimum size):")
+    print_detail(" > datasets target sizes (minimum size):")
     for name, size in zip(("train:     ", "validation:", "test:      "), sizes, strict=True):
-        print_rank_0(f"    {name} {size}")
+        print_detail(f"    {name} {size}")
     train = valid = test = None
     if getattr(provider, "is_distributed", False) or run.groups.tp.rank() == 0:
         train, valid, test = provider(sizes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 from contextlib import suppress
 from typing import Any, TextIO
@@ -15,10 +16,14 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.rank_local import each_rank_owns
 from megatron.training.process.preflight import launch_problems
 
 LEVEL_VARIABLE = "MEGATRON_LOGGING_LEVEL"
 # Scripts search for whole lines of these loggers, in Python's default format as in Megatron-LM.
+CLEAR = "\x1b[K"  # erases the rest of a terminal's line
+_is_short = False
+each_rank_owns(__name__, "_is_short")
 _IN_DEFAULT_FORMAT = frozenset({"megatron.core.rerun_state_machine"})
 
 
@@ -63,7 +68,32 @@ def is_last_rank() -> bool:
 def print_rank_0(message: object, rank: int | None = None) -> None:
     """Print ``message`` on rank 0; ``rank``: the number of this rank, if the caller knows it."""
     if is_rank0() if rank is None else rank == 0:
-        print(message, flush=True)
+        print(f"{CLEAR if _is_short and sys.stdout.isatty() else ''}{message}", flush=True)
+
+
+def print_detail(message: object) -> None:
+    """Print a line of Megatron-LM's log on rank 0 that --log-style short leaves out."""
+    if not is_short():
+        print_rank_0(message)
+
+
+def print_live(text: str) -> None:
+    """Print a line that the next one overwrites, if the output is a terminal."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"{text[:width]}{CLEAR}\r", end="", flush=True)
+
+
+def choose_style(style: str) -> None:
+    """Set whether this rank prints a short log; ``style`` is the value of --log-style."""
+    global _is_short
+    is_alone = "TORCHELASTIC_RUN_ID" not in os.environ and world_size() == 1
+    _is_short = style == "short" or (style == "auto" and is_alone and sys.stdout.isatty())
+
+
+def is_short() -> bool:
+    """Return whether this rank prints a short log."""
+    return _is_short
 
 
 def print_rank_last(message: object) -> None:

@@ -52,7 +52,7 @@ from megatron.training.estimates.automatic_settings import (
 )
 from megatron.training.models.registry import build_model_stage, model_kind_of
 from megatron.training.process.exit_report import in_phase
-from megatron.training.process.rank_print import print_rank_0, ranks_here
+from megatron.training.process.rank_print import is_short, print_detail, print_rank_0, ranks_here
 from megatron.training.runtime.context import RunContext
 from megatron.training.tokenizer import (
     TokenizerSpec,
@@ -75,7 +75,7 @@ def build_context(
     """
     batches = NumMicroBatchesCalculator.from_config(config.training, config.data_parallel_size)
     train_iters = number_of_train_iters(config, batches)
-    print_rank_0(f"> building {config.tokenizer.tokenizer_type} tokenizer ...")
+    print_detail(f"> building {config.tokenizer.tokenizer_type} tokenizer ...")
     tokenizer = create_tokenizer(TokenizerSpec.of(config.tokenizer))
     padded_vocab_size = config.tokenizer.padded_vocab_size
     tensor_size = config.model.tensor_model_parallel_size
@@ -84,7 +84,7 @@ def build_context(
     else:
         divisor = config.language_model.make_vocab_size_divisible_by
         padded_vocab_size = pad_vocab_size(tokenizer.vocab_size, divisor, tensor_size)
-        print_rank_0(padding_message(tokenizer.vocab_size, padded_vocab_size))
+        print_detail(padding_message(tokenizer.vocab_size, padded_vocab_size))
     if config.model.pipeline_split == "auto":
         config = resolve_pipeline_split(config, padded_vocab_size)
         layout = config.model.pipeline_model_parallel_layout
@@ -97,7 +97,11 @@ def build_context(
     return RunContext(
         config=config,
         groups=groups,
-        timers=Timers(config.logging.timing_log_level, config.logging.timing_log_option),
+        timers=Timers(
+            config.logging.timing_log_level,
+            config.logging.timing_log_option,
+            prints=config.logging.timing_log_level > 0 or not is_short(),
+        ),
         batches=batches,
         started_at_s=started_at_s,
         tokenizer=tokenizer,

@@ -16,7 +16,7 @@ from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.parallel.collectives import largest_of_ranks
 from megatron.training.data.loaders import agree_on, chunk_iterators
 from megatron.training.process.exit_report import in_phase
-from megatron.training.process.rank_print import print_rank_0
+from megatron.training.process.rank_print import print_detail, print_rank_0
 from megatron.training.process.signals import StopSignal, catch_stop_signal
 from megatron.training.runtime.context import RunContext
 from megatron.training.step.run import EvalResult, ModelRun
@@ -63,7 +63,7 @@ def evaluate(
     if config.validation.full_validation and split == "validation":
         eval_iters = whole_pass_iters(run, loader)
     if is_final:
-        print_rank_0(f"Evaluating on {eval_iters * batch_size} samples")
+        print_detail(f"Evaluating on {eval_iters * batch_size} samples")
     data = chunk_iterators(run, loader)
     for chunk in run.model_chunks:
         chunk.eval()
@@ -72,7 +72,7 @@ def evaluate(
     with torch.no_grad():
         for i in range(eval_iters):
             if is_final and i % config.logging.log_interval == 0:
-                print_rank_0(f"Evaluating iter {i + 1}/{eval_iters}")
+                print_detail(f"Evaluating iter {i + 1}/{eval_iters}")
             run.callbacks.on_eval_step_start(run)
             fault_point("evaluate.iter", step=i)
             reported = forward_backward(run, data, num_microbatches, forward_only=True)

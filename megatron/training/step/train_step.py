@@ -30,7 +30,7 @@ from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.models.registry import shape_of_microbatch
 from megatron.training.process import exit_report
 from megatron.training.process.exit_report import enter_phase, in_phase
-from megatron.training.process.rank_print import print_rank_0
+from megatron.training.process.rank_print import print_detail
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.rerun import StepRejected, run_step
 from megatron.training.step.run import ModelRun, TrainingRun
@@ -219,7 +219,7 @@ def train(run: TrainingRun) -> None:
         chunk.train()
     # Scripts that test resumption search for Megatron-LM's line.
     if run.state.iteration == 0 or run.rerun.current_iteration != run.state.iteration:
-        print_rank_0(f"Setting rerun_state_machine.current_iteration to {run.state.iteration}...")
+        print_detail(f"Setting rerun_state_machine.current_iteration to {run.state.iteration}...")
     run.callbacks.on_train_start(run)
     while not run.finished():
         run.callbacks.on_step_start(run)
