@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -387,6 +388,7 @@ def _among(tensor: TensorRecord) -> str | None:
     return None if tensor.replica is None else tensor.replica.among
 
 
+@torch.no_grad()
 def _broadcast(
     tensors: TensorRecords, reader: CheckpointReader, group: ProcessGroup
 ) -> list[Exception]:
@@ -418,13 +420,8 @@ def _broadcast(
             sent = on_wire(buffer.reshape(-1).view(torch.uint8), group)
             dist.broadcast(sent, group=group, group_src=owner)
             values = sent.view(buffer.dtype).reshape(piece.shape)
-            piece.fill(partial(_copy, values))
+            piece.fill(methodcaller("copy_", values))
     return errors
-
-
-def _copy(values: Tensor, out: Tensor) -> None:
-    with torch.no_grad():
-        out.copy_(values)
 
 
 def _in_order(calls: Sequence[Callable[[], Tensor]], pool: ThreadPoolExecutor) -> Iterator[Tensor]:

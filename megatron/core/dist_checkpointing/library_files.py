@@ -53,9 +53,9 @@ class LibraryReader(CheckpointReader):
     def state(self) -> StateDict:
         """Return the common values."""
 
-    @abstractmethod
     def object(self, key: str) -> Nested:
-        """Return the object with this unique key."""
+        """Return the object with this unique key.  Raises CheckpointError."""
+        raise CheckpointError(f"{self.folder} holds no object {key}")
 
 
 def write_rank_files(rank_save: RankSave) -> RankReport:
@@ -120,6 +120,6 @@ class SafetensorsFiles(LibraryReader):
 
     def object(self, key: str) -> Nested:
         """Return the object with this unique key."""
-        if key not in self._objects:
-            raise CheckpointError(f"{self.folder} holds no object {key}")
-        return decode(self._objects[key], self.read)
+        if key in self._objects:
+            return decode(self._objects[key], self.read)
+        return super().object(key)

@@ -27,26 +27,22 @@ from megatron.core.params.param_info import FlatPart, local_part
 Entry = ShardedTensor | ShardedTensorFactory
 
 
-def entries_by_memory(model_sharded_state_dict: ShardedStateDict) -> dict[int, Entry]:
-    """Return the entries of tensors by the address of their values; of tied ones the first."""
-    found: dict[int, Entry] = {}
-    for entry in leaves(model_sharded_state_dict):
-        if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
-            found.setdefault(entry.data.data_ptr(), entry)
-    return found
-
-
 def get_param_id_to_sharded_param_map(
     model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[Tensor]
 ) -> dict[int, Entry]:
     """Return the model's entries by the numbers of the optimizer's parameters.
 
-    The entries are found by the memory of the parameters.
+    The entries are found by the memory of the parameters; of tied ones the first.
     """
-    entries, found = entries_by_memory(model_sharded_state_dict), {}
+    entries: dict[int, Entry] = {}
+    for entry in leaves(model_sharded_state_dict):
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
+            entries.setdefault(entry.data.data_ptr(), entry)
+    found = {}
     for number, param in enumerate(optim_params_iter):
-        if (entry := entries.pop(local_part(param).data_ptr(), None)) is not None:
-            found[number] = entry
+        address = local_part(param).data_ptr()
+        if address in entries:
+            found[number] = entries.pop(address)
     return found
 
 

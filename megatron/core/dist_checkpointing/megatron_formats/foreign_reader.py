@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -109,9 +108,9 @@ class ForeignReader(CheckpointReader):
                 found[RERUN_STATE] = reruns[rank]
         return found or None
 
-    @abstractmethod
     def _rng_state(self, rank: int) -> Unpickled | None:
         """Return the random states of ``rank`` of the writing run; None if there are none."""
+        return None
 
     def close(self) -> None:
         self._maps.clear()

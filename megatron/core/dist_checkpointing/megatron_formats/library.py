@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megatron.core import enums
-from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import (
     Arguments,
     JsonObject,
@@ -117,9 +116,6 @@ class TorchDistFiles(ForeignReader, LibraryReader):
             (value,) = self._index.load(key)  # every object is stored in a list
             return _plain(value)
 
-    def _rng_state(self, rank: int) -> None:
-        return None
-
 
 def _plain(value: Unpickled) -> Nested:
     """Return an unpickled value with tensors, and namespaces of the class that wrote them."""
@@ -169,15 +165,8 @@ class ApplicationFiles(ForeignReader, LibraryReader):
             values["optimizer"] = optimizer_entry(self._common)
         return values
 
-    def object(self, key: str) -> Nested:
-        """Raise CheckpointError: the application saves no objects of this kind."""
-        raise CheckpointError(f"{self.folder} holds no object {key}")
-
     def close(self) -> None:
         self._reader.close()
-
-    def _rng_state(self, rank: int) -> None:
-        return None
 
 
 def _values(piece: Piece | LazyPiece, shape: Shape) -> Tensor:
@@ -211,9 +200,6 @@ class LibraryFiles(ForeignReader):
 
     def close(self) -> None:
         self._reader.close()
-
-    def _rng_state(self, rank: int) -> None:
-        return None
 
 
 def _read(reader: CheckpointReader, key: str, piece: StoredBox) -> Tensor:
