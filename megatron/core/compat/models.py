@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.errors import ConfigError
 from megatron.core.models.mamba.mamba_model import MambaModel
+from megatron.core.parallel.default_groups import library_call
 from megatron.core.params.param_init import Init
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import Norm
@@ -21,41 +20,34 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class YarnRotaryEmbedding(RotaryEmbedding):
     """YaRN, whose parameters Megatron Core passes one by one."""
 
+    @library_call(
+        "... rotary_percent rotary_interleaved seq_len_interpolation_factor rotary_base "
+        "use_cpu_initialization scaling_factor original_max_position_embeddings beta_fast "
+        "beta_slow mscale mscale_all_dim cp_group",
+        like=RotaryEmbedding.__init__,
+    )
     def __init__(
         self,
         kv_channels: int,
-        rotary_percent: float = 1.0,
-        rotary_interleaved: bool = False,
-        seq_len_interpolation_factor: float | None = None,
-        rotary_base: float = 10000.0,
-        use_cpu_initialization: bool = False,
+        *,
         scaling_factor: float = 1.0,
         original_max_position_embeddings: int = 4096,
         beta_fast: float = 32.0,
         beta_slow: float = 1.0,
         mscale: float = 1.0,
         mscale_all_dim: float = 0.0,
-        cp_group: torch.distributed.ProcessGroup | None = None,
+        **of_rotary: Any,
     ) -> None:
-        if rotary_interleaved:
-            raise ConfigError("YarnRotaryEmbedding: rotary_interleaved is not supported")
         ratio = yarn_mscale(scaling_factor, mscale) / yarn_mscale(scaling_factor, mscale_all_dim)
-        super().__init__(
-            kv_channels,
-            rotary_percent,
-            rotary_interleaved,
-            seq_len_interpolation_factor,
-            rotary_base,
-            cp_group=cp_group,
-            scaling=RopeScaling(
-                kind="yarn",
-                factor=scaling_factor,
-                original_max_positions=original_max_position_embeddings,
-                beta_fast=beta_fast,
-                beta_slow=beta_slow,
-                attention_factor=ratio,
-            ),
+        scaling = RopeScaling(
+            kind="yarn",
+            factor=scaling_factor,
+            original_max_positions=original_max_position_embeddings,
+            beta_fast=beta_fast,
+            beta_slow=beta_slow,
+            attention_factor=ratio,
         )
+        super().__init__(kv_channels, scaling=scaling, **of_rotary)
         self.amplitude = ratio
 
     def forward(  # type: ignore[override]

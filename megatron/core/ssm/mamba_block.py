@@ -44,39 +44,32 @@ class MambaStack(TransformerBlock):
     @library_call(
         "config submodules residual_in_fp32 pre_process hybrid_attention_ratio hybrid_mlp_ratio "
         "hybrid_override_pattern post_layer_norm post_process device dtype model_comm_pgs",
-        unused="device dtype",
+        like=TransformerBlock.__init__,
+        unused="residual_in_fp32 device dtype",
     )
     def __init__(
         self,
         config: TransformerConfig,
         submodules: MambaStackSubmodules,
-        residual_in_fp32: bool = False,
-        pre_process: bool = True,
+        *,
         hybrid_attention_ratio: float = 0.0,
         hybrid_mlp_ratio: float = 0.0,
         hybrid_override_pattern: str | None = None,
-        post_layer_norm: bool = True,
-        post_process: bool = True,
-        *,
         pg_collection: ProcessGroupCollection,
-        vp_stage: int | None = None,
+        **of_block: Any,
     ) -> None:
         """Build the layers; see `layer_pattern` for the pattern.
 
-        ``residual_in_fp32`` is ignored: ``config.fp32_residual_connection`` decides.
+        ``config.fp32_residual_connection`` decides the precision of the residual stream.
         """
-        del residual_in_fp32
         pattern = layer_pattern(
             config.num_layers, hybrid_attention_ratio, hybrid_mlp_ratio, hybrid_override_pattern
         )
         super().__init__(
             config,
             TransformerBlockSubmodules([_layer_of(submodules, p) for p in pattern], Norm),
-            post_layer_norm=post_layer_norm,
-            pre_process=pre_process,
-            post_process=post_process,
             pg_collection=pg_collection,
-            vp_stage=vp_stage,
+            **of_block,
         )
 
     @library_call("... inference_context rotary_pos_emb")

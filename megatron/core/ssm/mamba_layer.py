@@ -32,13 +32,12 @@ class MambaLayerSubmodules:
 class MambaLayer(ResidualLayer):
     """Layer with a Mamba-2 mixer, whose output is added to the residual stream."""
 
-    @library_call("config submodules layer_number residual_in_fp32 model_comm_pgs")
+    @library_call("... residual_in_fp32 model_comm_pgs", unused="residual_in_fp32")
     def __init__(
         self,
         config: TransformerConfig,
         submodules: MambaLayerSubmodules,
         layer_number: int = 1,
-        residual_in_fp32: bool = False,
         *,
         pg_collection: ProcessGroupCollection,
         pp_layer_offset: int = 0,
@@ -46,10 +45,8 @@ class MambaLayer(ResidualLayer):
         """Build the submodules.
 
         ``layer_number`` counts from 1; there are ``pp_layer_offset`` layers before the first one.
-
-        ``residual_in_fp32`` is ignored: ``config.fp32_residual_connection`` decides.
+        ``config.fp32_residual_connection`` decides the precision of the residual stream.
         """
-        del residual_in_fp32
         super().__init__(
             config,
             layer_number + pp_layer_offset,

@@ -317,25 +317,6 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
     text all three are the token's position, and the rotation is that of `RotaryEmbedding`.
     """
 
-    def __init__(
-        self,
-        kv_channels: int,
-        rotary_percent: float = 1.0,
-        rotary_interleaved: bool = False,
-        seq_len_interpolation_factor: float | None = None,
-        rotary_base: float = 10000,
-        cp_group: ProcessGroup | None = None,
-    ) -> None:
-        """Set the parameters; ``cp_group`` shards the result of `forward`."""
-        super().__init__(
-            kv_channels,
-            rotary_percent,
-            rotary_interleaved,
-            seq_len_interpolation_factor,
-            rotary_base,
-            cp_group=cp_group,
-        )
-
     def forward(self, position_ids: Tensor, mrope_section: Sequence[int]) -> Tensor:  # type: ignore[override]
         """Return the rotation angle of each channel: [3, b, s] -> [s, b, 1, r] float32.
 

@@ -72,10 +72,9 @@ def _is_own(module: str) -> bool:
 def get_module(spec_or_module: Slot) -> Callable[..., Any]:
     """Return the class or function of a spec; imports it if the spec holds its path."""
     module = spec_or_module.module if isinstance(spec_or_module, ModuleSpec) else spec_or_module
-    if not isinstance(module, tuple):
-        return module
-    found = import_module(module)
-    assert callable(found), f"{'.'.join(module)} is no class or function"
+    found = import_module(module) if isinstance(module, tuple) else module
+    if not callable(found):
+        raise TypeError(f"a spec has a class, a function or (module path, name), not {module!r}")
     return found
 
 

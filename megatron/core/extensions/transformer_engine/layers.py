@@ -216,7 +216,8 @@ class TELinear(_Computed, ReplicatedLinear):
     parallel_mode = "duplicated"
 
     @library_call(
-        unused="tp_comm_buffer_name symmetric_ar_type is_expert skip_weight_param_allocation"
+        unused="tp_comm_buffer_name symmetric_ar_type is_expert skip_weight_param_allocation "
+        "tp_group"
     )
     def __init__(
         self,
@@ -228,10 +229,8 @@ class TELinear(_Computed, ReplicatedLinear):
         init_method: Any,
         bias: bool = False,
         skip_bias_add: bool = False,
-        tp_group: ProcessGroup | None = None,
     ) -> None:
         """Create the layer.  Raises ConfigError for sharded ones, which have their own classes."""
-        del tp_group
         if parallel_mode not in (None, "duplicated"):
             raise ConfigError(
                 f"TELinear with parallel_mode {parallel_mode!r}: build a TEColumnParallelLinear or "

@@ -22,7 +22,7 @@ from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -62,14 +62,7 @@ class BertModel(LanguageModule):
         self.add_binary_head, self.return_embeddings = add_binary_head, return_embeddings
         if self.pre_process:
             self.embedding = self.build_embedding(num_tokentypes=num_tokentypes)
-        self.encoder = TransformerBlock(
-            config,
-            transformer_layer_spec,
-            pre_process=self.pre_process,
-            post_process=self.post_process,
-            pg_collection=pg_collection,
-            vp_stage=self.vp_stage,
-        )
+        self.encoder = self.build_decoder(transformer_layer_spec)
         if self.post_process:
             h = config.hidden_size
             self.lm_head = BertLMHead(h, config)

@@ -335,25 +335,12 @@ def get_gpt_mtp_block_spec(
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Return the spec of multi-token prediction on the last stage; None on others or without it.
 
-    ``spec``: that of the decoder.
-    """
-    backend = _backend(use_transformer_engine)
-    return get_gpt_mtp_block_spec_for_backend(config, spec, backend, vp_stage)
-
-
-def get_gpt_mtp_block_spec_for_backend(
-    config: TransformerConfig,
-    spec: TransformerBlockSubmodules | ModuleSpec,
-    backend: BackendSpecProvider,
-    vp_stage: int | None = None,
-) -> MultiTokenPredictionBlockSubmodules | None:
-    """Return `get_gpt_mtp_block_spec` with the classes of ``backend``.
-
-    As in Megatron Core the projection is sharded.
+    ``spec``: that of the decoder.  As in Megatron Core the projection is sharded.
     """
     is_split = config.pipeline_model_parallel_size > 1
     if is_split and not is_last_stage(config, default_groups().pp, vp_stage):
         return None
+    backend = _backend(use_transformer_engine)
     return mtp_block_of(backend, config, spec, backend.column_parallel_linear())
 
 

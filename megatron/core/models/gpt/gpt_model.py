@@ -33,7 +33,7 @@ from megatron.core.transformer.multi_token_prediction import (
     tokens_ahead,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -86,17 +86,6 @@ class GPTModel(LanguageModule):
         if self.post_process:
             self.output_layer = self.build_output_layer()
         self.finalize_parameters()
-
-    def build_decoder(self, spec: ModuleSpec | TransformerBlockSubmodules) -> TransformerBlock:
-        """Build the stack of layers."""
-        return TransformerBlock(
-            self.config,
-            spec,
-            pre_process=self.pre_process,
-            post_process=self.post_process,
-            pg_collection=self.pg_collection,
-            vp_stage=self.vp_stage,
-        )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Set the hidden states that the previous stage sent."""

@@ -34,6 +34,8 @@ from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes
 from megatron.core.transformer.kv_cache import KVCache, PositionBias
 from megatron.core.transformer.module import MegatronModule, before_reading
 from megatron.core.transformer.rope import MultimodalRotaryEmbedding, RotaryEmbedding
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import PaddedSize
 
@@ -161,6 +163,17 @@ class LanguageModule(MegatronModule):
         if self.share_embeddings_and_output_weights or is_shared:
             mark_as_shared_embedding(embedding.word_embeddings.weight, is_copy=not self.pre_process)
         return embedding
+
+    def build_decoder(self, spec: ModuleSpec | TransformerBlockSubmodules) -> TransformerBlock:
+        """Build the stack of layers."""
+        return TransformerBlock(
+            self.config,
+            spec,
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            pg_collection=self.pg_collection,
+            vp_stage=self.vp_stage,
+        )
 
     def build_output_layer(self, *, bias: bool = False) -> ColumnParallelLinear:
         """Build the output layer; it has no weight of its own if it is tied to the embedding."""
