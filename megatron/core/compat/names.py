@@ -60,6 +60,7 @@ core.transformer.utils <- core.dist_checkpointing.module_state:
     make_sharded_object_for_checkpoint make_sharded_tensors_for_checkpoint
     sharded_state_dict_default
 core.transformer.utils <- core.activations: openai_gelu
+core.transformer.utils <- core.transformer.attention_masks: is_layer_window_attention
 core.transformer.utils <- core.compat.models: attention_mask_func get_linear_layer
 # -- Training, optimizers and data parallelism
 core.distributed <- core.compat.distributed: TorchFullyShardedDataParallel
@@ -104,8 +105,9 @@ core.models.huggingface <- core.models.huggingface.module: get_hf_model_type
 core.models.huggingface.module <- core.compat.models: HuggingFaceModule
 core.models.hybrid.hybrid_block <- core.ssm.mamba_block: HybridStack=MambaStack
     HybridStackSubmodules=MambaStackSubmodules
+core.models.hybrid.hybrid_layer_allocation <- core.ssm.mamba_hybrid_layer_allocation: Symbols
 core.models.hybrid.hybrid_layer_specs <- core.models.mamba.mamba_layer_specs:
-    hybrid_stack_spec=mamba_stack_spec
+    hybrid_stack_spec=mamba_stack_spec hybrid_inference_stack_spec=mamba_stack_spec
 core.models.hybrid.hybrid_model <- core.compat.models: HybridModel
 core.models.multimodal.llava_spec <- core.models.gpt.gpt_layer_specs:
     decoder_model_with_local_default_spec=get_gpt_layer_local_spec

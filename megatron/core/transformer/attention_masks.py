@@ -9,6 +9,7 @@ hidden; it is called ``hidden`` here.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,17 +22,27 @@ from megatron.core.transformer.config.attention import AttentionConfig
 Window = tuple[int, int]
 
 
+def is_layer_window_attention(
+    sliding_window: Window | None,
+    window_attn_skip_freq: int | Sequence[int] | None,
+    layer_number: int,
+) -> bool:
+    """Return whether layer ``layer_number`` (from 1) has the window."""
+    if sliding_window is None:
+        return False
+    if isinstance(window_attn_skip_freq, int):
+        return layer_number % window_attn_skip_freq != 0
+    return window_attn_skip_freq is None or bool(window_attn_skip_freq[layer_number - 1])
+
+
 def window_of_layer(config: AttentionConfig, layer_index: int) -> Window | None:
     """Return the (left, right) window of layer ``layer_index`` (from 0), None for full attention.
 
     Both count keys beside the query's own position; -1 is unlimited.
     """
-    skip = config.window_attn_skip_freq
-    if isinstance(skip, int):
-        is_windowed = (layer_index + 1) % skip != 0
-    else:
-        is_windowed = skip is None or bool(skip[layer_index])
-    return config.window_size if is_windowed else None
+    window = config.window_size
+    has_window = is_layer_window_attention(window, config.window_attn_skip_freq, layer_index + 1)
+    return window if has_window else None
 
 
 @lru_cache(maxsize=16)

@@ -26,6 +26,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_mtp_layer_spec,
     get_mtp_layer_spec_for_backend,
 )
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import Linear
+from megatron.core.transformer.attention_masks import is_layer_window_attention
 from megatron.core.transformer.layer_layout import (
     get_num_layers_to_build,
     get_transformer_layer_offset,
@@ -37,6 +40,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.norms import L2Norm
 from megatron.core.transformer.rope import RotaryEmbedding
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from tests.support import tolerances
@@ -186,6 +190,37 @@ def test_functions_of_the_engine_are_formulas() -> None:
     torch.testing.assert_close(
         L2Norm(hidden_size=8)(heads), heads / (heads.square().mean(-1, True) + 1e-6).sqrt()
     )
+
+
+def test_wrong_specs_are_named() -> None:
+    config, groups = tiny_config(), one_process_groups()
+    for spec in (None, torch.nn.Linear):
+        with pytest.raises(TypeError, match="layer_spec is .* get_gpt_layer_local_spec"):
+            GPTModel(config, spec, 16, 8, pg_collection=groups)
+    for module in (3, "foo.bar"):
+        with pytest.raises(TypeError, match="a class, a function or .module path, name., not "):
+            build_module(ModuleSpec(module))
+
+
+def test_state_of_the_engine_in_a_state_dict_is_left_out() -> None:
+    config = tiny_config()
+    build = config, get_gpt_layer_local_spec(), 16, 8
+    model, other = (GPTModel(*build, pg_collection=one_process_groups()) for _ in range(2))
+    with torch.no_grad():
+        model.output_layer.weight.fill_(2.0)
+    state = model.state_dict()
+    layers = [n for n, m in model.named_modules() if isinstance(m, Linear)]
+    other.load_state_dict({**state, **{f"{name}._extra_state": None for name in layers}})
+    assert bool((other.output_layer.weight == 2).all())
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        other.load_state_dict({**state, "decoder.layers.0._other_state": None})
+
+
+def test_layers_with_a_window_are_those_that_the_frequency_leaves() -> None:
+    assert not is_layer_window_attention(None, None, 1)
+    assert is_layer_window_attention((4, 0), None, 1)
+    assert [is_layer_window_attention((4, 0), 2, n) for n in (1, 2)] == [True, False]
+    assert [is_layer_window_attention((4, 0), [0, 1], n) for n in (1, 2)] == [False, True]
 
 
 def test_what_the_program_does_itself_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -295,12 +296,23 @@ def get_gpt_decoder_block_spec(
     The config gives the normalization.  With ``use_transformer_engine`` every module is one of
     Transformer Engine's, see `get_gpt_layer_with_transformer_engine_spec`.
     """
-    backend = _backend(use_transformer_engine)
-    block = decoder_block_of(
-        backend, config, grouped_experts=config.moe_grouped_gemm, qk_l2_norm=qk_l2_norm
+    specs = get_gpt_decoder_layer_specs(
+        config, use_transformer_engine, normalization, qk_l2_norm=qk_l2_norm
     )
-    block = replace(block, layer_norm=backend.layer_norm())
-    return layers_on_this_stage(block, config, vp_stage)
+    norm = _backend(use_transformer_engine).layer_norm()
+    return layers_on_this_stage(TransformerBlockSubmodules(specs, norm), config, vp_stage)
+
+
+def get_gpt_decoder_layer_specs(
+    config: TransformerConfig,
+    use_transformer_engine: bool = False,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
+) -> Sequence[Slot]:
+    """Return the specs of all layers of the model; see `get_gpt_decoder_block_spec`."""
+    backend, grouped = _backend(use_transformer_engine), config.moe_grouped_gemm
+    block = decoder_block_of(backend, config, grouped_experts=grouped, qk_l2_norm=qk_l2_norm)
+    return block.layer_specs or ()
 
 
 def layers_on_this_stage(
