@@ -209,7 +209,9 @@ class Executor:
             )
         loss, *counts, reported = returned
         self.losses.append(reported)
-        num_tokens = torch.as_tensor(counts[0], device=output.device) if counts else None
+        num_tokens = counts[0] if counts else None
+        if isinstance(num_tokens, int):
+            num_tokens = torch.tensor(num_tokens, device=loss.device)
         if num_tokens is not None:
             count = num_tokens.detach().to(torch.float64)  # counts are exact up to 2**53
             before = self.losses.num_tokens
