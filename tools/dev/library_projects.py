@@ -86,7 +86,7 @@ PROJECTS = {
     "mcore-bridge": Project(
         package="mcore_bridge",
         release="mcore-bridge==1.6.5",
-        needs=("ms-swift==4.6.0", "einops"),
+        needs=("ms-swift==4.6.0", "einops", "triton"),
         models=(*_DENSE, "qwen3_moe"),
         check="library_mcore_bridge",
     ),

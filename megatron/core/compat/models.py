@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.params.param_init import Init
@@ -121,3 +122,18 @@ def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Ten
 def erf_gelu(x: Tensor) -> Tensor:
     """Apply GELU, computed by the error function."""
     return F.gelu(x)
+
+
+class _Later:
+    """Part of a later Megatron Core: projects may import and inherit it, and not build it."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise ConfigError(f"{type(self).__name__}: models with it are not supported")
+
+
+class DSAIndexer(_Later):
+    """Choice of the keys of sparse attention."""
+
+
+class GatedDeltaNetSubmodules(_Later):
+    """Submodules of linear attention by a gated delta rule."""

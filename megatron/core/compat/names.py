@@ -130,6 +130,7 @@ core.extensions.transformer_engine <- core.transformer.moe.experts: TEGroupedLin
 core.extensions.transformer_engine <- core.tensor_parallel.random:
     TECudaRNGStatesTracker=RNGStatesTracker
 core.extensions.transformer_engine_spec_provider <- core.models.backends: TESpecProvider
+core.models.gpt.experimental_attention_variant_module_specs <- core.compat.models: DSAIndexer
 core.models.gpt.gpt_layer_specs <- core.models.gpt.gpt_layer_specs:
     _get_mlp_module_spec=get_mlp_module_spec
 core.models.gpt.gpt_model <- core.enums: ModelType
@@ -187,6 +188,7 @@ core.fusions.fused_cross_entropy <- core.compat.fusions: calculate_logits_max
     fused_vocab_parallel_cross_entropy
 core.fusions.fused_layer_norm <- core.transformer.norms: FusedLayerNorm
 core.fusions.fused_softmax <- core.compat.fusions: FusedScaleMaskSoftmax
+core.ssm.gated_delta_net <- core.compat.models: GatedDeltaNetSubmodules
 core.ssm.mamba_context_parallel <- core.parallel.context_parallel_partition:
     _undo_attention_load_balancing=undo_load_balancing
 core.ssm.mamba_mixer <- core.dist_checkpointing.mapping: _split_tensor_factory=split_factory
@@ -218,7 +220,7 @@ core.parallel.parallel_state <- core.compat.parallel: RankGenerator
     get_global_memory_buffer destroy_global_memory_buffer
     _set_global_memory_buffer=set_global_memory_buffer
 core.pipeline_parallel.p2p_communication <- core.compat.pipeline: P2PCommunicator recv_forward
-    send_forward
+    send_forward _batched_p2p_ops
 core.pipeline_parallel.schedules <- core.compat.pipeline: get_schedule_table get_tensor_shapes
 core.pipeline_parallel.utils <- core.compat.pipeline: is_vp_first_stage is_vp_last_stage
 core.pipeline_parallel.utils <- core.inference.communication_utils:

@@ -82,17 +82,42 @@ class P2PCommunicator:
     def _post(
         self, peer: int, tensor: Tensor | None, shape: Sequence[int] | None, dtype: torch.dtype
     ) -> Tensor | None:
+        sent = None if tensor is None else tensor.detach().contiguous()
         received = None
-        requests = []
-        if tensor is not None:
-            sent = tensor.detach().contiguous()
-            requests.append(dist.P2POp(dist.isend, sent, peer, self.pp_group))
         if shape is not None:
             received = torch.empty(tuple(shape), dtype=dtype, device=device.current())
-            requests.append(dist.P2POp(dist.irecv, received, peer, self.pp_group))
-        for work in dist.batch_isend_irecv(requests):
+        for work in _batched_p2p_ops(
+            tensor_send_next=sent,
+            tensor_recv_next=received,
+            group=self.pp_group,
+            next_pipeline_rank=peer,
+        ):
             work.wait()
         return received
+
+
+def _batched_p2p_ops(
+    *,
+    tensor_send_prev: Tensor | None = None,
+    tensor_recv_prev: Tensor | None = None,
+    tensor_send_next: Tensor | None = None,
+    tensor_recv_next: Tensor | None = None,
+    group: ProcessGroup,
+    prev_pipeline_rank: int | None = None,
+    next_pipeline_rank: int | None = None,
+) -> list[dist.Work]:
+    """Start to send and receive the tensors that are not None; projects replace it."""
+    ops = [
+        dist.P2POp(operation, tensor, rank, group)
+        for operation, tensor, rank in (
+            (dist.isend, tensor_send_prev, prev_pipeline_rank),
+            (dist.irecv, tensor_recv_prev, prev_pipeline_rank),
+            (dist.isend, tensor_send_next, next_pipeline_rank),
+            (dist.irecv, tensor_recv_next, next_pipeline_rank),
+        )
+        if tensor is not None
+    ]
+    return dist.batch_isend_irecv(ops) if ops else []
 
 
 def recv_forward(tensor_shape: Any, config: Any, is_first_stage: bool | None = None) -> Tensors:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -274,4 +274,7 @@ class CheckedConfig:
 
 
 def _hashable(value: object) -> object:
-    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return tuple(map(_hashable, value))
+    # Projects' subclasses have other values too; equality compares these.
+    return value if isinstance(value, Hashable) else type(value)

@@ -79,7 +79,10 @@ class Attention(MegatronModule, ABC):
 
     attention_type = "self"
 
-    @library_call("config submodules layer_number attn_mask_type cp_comm_type model_comm_pgs")
+    @library_call(
+        "config submodules layer_number attn_mask_type cp_comm_type model_comm_pgs",
+        unused="pp_layer_offset",
+    )
     def __init__(
         self,
         config: TransformerConfig,

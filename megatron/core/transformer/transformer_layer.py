@@ -67,13 +67,17 @@ class BaseTransformerLayer(ABC):  # noqa: B024
 
 
 class ResidualLayer(MegatronModule, BaseTransformerLayer):
-    """Base class of layers whose sublayers, with their norms, add to the residual stream."""
+    """Base class of layers whose sublayers, with their norms, add to the residual stream.
 
+    A project's layer may call this constructor in place of its subclass's.
+    """
+
+    @library_call(unused="vp_stage")
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
-        hidden_dropout: float | None,
+        layer_number: int = 1,
+        hidden_dropout: float | None = None,
         *,
         pg_collection: ProcessGroupCollection,
         keys_map: dict[str, str] | None = None,
@@ -216,7 +220,6 @@ class TransformerLayer(ResidualLayer):
         self.pre_cross_attn_layernorm = norm(submodules.pre_cross_attn_layernorm)
         self.cross_attention = build_module(submodules.cross_attention, **more)
         self.cross_attn_bda = build_module(submodules.cross_attn_bda)
-        self.has_cross_attention = not isinstance(self.cross_attention, IdentityOp)
         self.pre_mlp_layernorm = norm(submodules.pre_mlp_layernorm)
         self.mlp = build_module(submodules.mlp, **more)
         self.mlp_bda = build_module(submodules.mlp_bda)
@@ -227,6 +230,11 @@ class TransformerLayer(ResidualLayer):
             self.recomputes_norms and not isinstance(each, IdentityOp)
             for each in (self.input_layernorm, self.pre_mlp_layernorm)
         )
+
+    @property
+    def has_cross_attention(self) -> bool:
+        """Whether the layer has more than self attention before its MLP."""
+        return not isinstance(self.cross_attention, IdentityOp)
 
     def forward(
         self,
@@ -285,12 +293,13 @@ class TransformerLayer(ResidualLayer):
         sequence_len_offset: object = None,
         *,
         inference_params: KVCache | None = None,
+        rotary_pos_cos_sin: object = None,
         **more: object,
     ) -> Stream:
         """Run self attention and cross attention, the first sublayers of `forward`.
 
         ``more``: further arguments of self attention (`SelfAttentionBase.forward`).
-        ``rotary_pos_cos``, ``rotary_pos_sin`` and ``sequence_len_offset`` are not read.
+        The ``rotary_pos_`` cosines and sines, and ``sequence_len_offset``, are not read.
         """
         inference_context = deprecate_inference_params(inference_context, inference_params)
         attend = partial(
@@ -302,7 +311,7 @@ class TransformerLayer(ResidualLayer):
             packed_seq_params=packed_seq_params,
             **more,
         )
-        norms = self.input_layernorm, self.post_self_attn_layernorm
+        norms = self.input_layernorm, getattr(self, "post_self_attn_layernorm", None)
         hidden_states = self.add_part(attend, hidden_states, norms, self.self_attn_bda)
         if self.has_cross_attention:
             attend = partial(
@@ -319,7 +328,7 @@ class TransformerLayer(ResidualLayer):
 
     def add_mlp(self, hidden_states: Stream, padding_mask: Tensor | None = None) -> Stream:
         """Run the MLP or MoE, the last sublayer of `forward`."""
-        norms = self.pre_mlp_layernorm, self.post_mlp_layernorm
+        norms = self.pre_mlp_layernorm, getattr(self, "post_mlp_layernorm", None)
         mlp = self.mlp
         run = partial(checkpoint, mlp, False) if self.recompute_mlp and self.training else mlp
         masks = () if padding_mask is None or not isinstance(mlp, MoELayer) else (padding_mask,)

@@ -14,6 +14,7 @@ from megatron.core.compat import moe as moe_library
 from megatron.core.compat import transformer as library
 from megatron.core.config.errors import ConfigError
 from megatron.core.extensions import transformer_engine as te
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider, TESpecProvider
 from megatron.core.models.common.embeddings.rope_utils import (
     fused_apply_rotary_pos_emb,
@@ -27,13 +28,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_mtp_layer_spec_for_backend,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.layers import Linear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, Linear, RowParallelLinear
 from megatron.core.transformer.attention_masks import is_layer_window_attention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_layout import (
     get_num_layers_to_build,
     get_transformer_layer_offset,
 )
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -96,6 +98,28 @@ class Renamed(TransformerBlock):
             spec.module(self.config, spec.submodules, i + 1, None, self.model_comm_pgs)
             for i, spec in enumerate(self.submodules.layer_specs)
         )
+
+
+class RebuiltLayer(TransformerLayer):
+    """A project's layer that builds its submodules itself, as mcore-bridge's."""
+
+    def __init__(self, config: Any, submodules: Any, vp_stage: int | None = None) -> None:
+        super(TransformerLayer, self).__init__(config=config, vp_stage=vp_stage)  # type: ignore
+        self.input_layernorm = IdentityOp()
+        self.self_attention = MLP(config, submodules, tp_group=one_process_groups().tp)
+        self.self_attention.forward = lambda x, **_: (3 * x, None)  # type: ignore
+        self.self_attn_bda = get_bias_dropout_add
+        self.cross_attention = IdentityOp()
+        self.pre_mlp_layernorm = IdentityOp()
+        self.mlp = lambda x: (x + 1, None)
+        self.mlp_bda = get_bias_dropout_add
+        self.recompute_mlp = False
+
+
+def test_a_layer_may_build_its_submodules_without_our_constructor() -> None:
+    matrices = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
+    layer = RebuiltLayer(tiny_config(hidden_dropout=0.0), matrices)
+    assert layer(torch.tensor([[[1.0, 2.0]]]))[0].tolist() == [[[9.0, 17.0]]]
 
 
 def test_a_layer_of_a_later_stage_counts_over_the_model() -> None:

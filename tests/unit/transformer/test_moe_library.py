@@ -191,6 +191,22 @@ def test_grouped_experts_compute_and_save_with_adapters_around_their_layers() ->
     assert adapter.key == "mlp.experts.experts.linear_fc1.adapter.weight"
 
 
+def test_tokens_of_experts_are_counted_from_a_map_too() -> None:
+    router = layer_of(
+        moe_router_enable_expert_bias=True,
+        moe_router_score_function="sigmoid",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+    ).router
+    _, routing_map = router(torch.randn(6, 2, 4, dtype=torch.float64))
+    counts = router.local_tokens_per_expert
+    assert counts.tolist() == routing_map.sum(0).tolist()
+    padding = torch.zeros(TOKENS, 1, dtype=torch.bool)
+    padding[:3] = True
+    router._apply_expert_bias(routing_map, padding_mask=padding)
+    assert counts.tolist() == (routing_map.sum(0) + routing_map[3:].sum(0)).tolist()
+
+
 def test_routes_are_recorded_and_replayed() -> None:
     """Choices are those of the recording, weights follow from the logits of the pass."""
     RouterReplay.clear_global_router_replay_instances()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -132,6 +132,17 @@ def test_one_value_or_a_list_may_be_given() -> None:
     assert config.aux_loss_coeffs == (0.1, 0.2)
     assert config_of(cp_comm_type=None).cp_comm_types == ("p2p",)
     assert hash(config) == hash(copy.deepcopy(config))
+
+
+def test_a_config_of_a_project_may_have_values_without_a_hash() -> None:
+    @dataclass
+    class Extended(TransformerConfig):
+        extra: dict[str, list[int]] = field(default_factory=dict)
+
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    config = Extended(**sizes, extra={"a": [1]})
+    assert hash(config) == hash(Extended(**sizes, extra={"a": [1]}))
+    assert config != Extended(**sizes, extra={"a": [2]})
 
 
 def test_a_layout_may_be_a_list_and_sets_the_number_of_model_chunks() -> None:

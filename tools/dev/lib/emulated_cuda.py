@@ -59,8 +59,17 @@ def _scatter_whole(
     return _scatter(tensor, shares, **more)
 
 
-def _pageable(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda *args, pin_memory=False, **kwargs: create(*args, **kwargs)
+def _on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def created(*args: Any, pin_memory: bool = False, **more: Any) -> Any:
+        return create(*map(_cpu_for, args), **{k: _cpu_for(v) for k, v in more.items()})
+
+    return created
+
+
+def _cpu_for(value: Any) -> Any:
+    """Return the CPU in place of a GPU, and other arguments as they are."""
+    is_device = isinstance(value, str | torch.device)
+    return CPU if is_device and str(value).startswith("cuda") else value
 
 
 def _returns(value: Any) -> Callable[..., Any]:
@@ -75,6 +84,7 @@ EMULATED: dict[tuple[Any, str], Any] = {
     (torch.cuda, "set_device"): _returns(None),
     (torch.cuda, "device"): _Nothing,
     (torch.Tensor, "cuda"): _same,
+    (torch.Tensor, "to"): _on_cpu(torch.Tensor.to),
     (torch.nn.Module, "cuda"): _same,
     # Streams and events: work is done when a call returns.
     (torch.cuda, "Stream"): _Nothing,
@@ -92,7 +102,11 @@ EMULATED: dict[tuple[Any, str], Any] = {
     (torch.cuda, "reset_peak_memory_stats"): _returns(None),
     (torch.cuda, "mem_get_info"): _returns((0, 1)),
     (torch.Tensor, "pin_memory"): _same,
-    (torch, "empty"): _pageable(torch.empty),
+    (torch, "empty"): _on_cpu(torch.empty),
+    (torch, "tensor"): _on_cpu(torch.tensor),
+    (torch, "zeros"): _on_cpu(torch.zeros),
+    # Its functions may create tensors, by the functions that are replaced.
+    (torch.jit, "script"): _same,
     (torch.Tensor, "record_stream"): _returns(None),
     # gloo scatters the wrong elements of a tensor that is not contiguous; NCCL the right ones.
     (torch.distributed, "scatter"): _scatter_whole,

@@ -13,8 +13,9 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from tools.dev.lib import emulated_cuda
+from tools.dev.lib import emulated_cuda, emulated_transformer_engine
 
+_NEED_ENGINE = ("mcore_bridge", "swift")  # they import Transformer Engine without asking for it
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError)
 _OTHERS = (OSError, RuntimeError, SyntaxError, TypeError, ValueError)
 
@@ -22,6 +23,8 @@ _OTHERS = (OSError, RuntimeError, SyntaxError, TypeError, ValueError)
 def main(package: str) -> None:
     """Import, and print the table."""
     emulated_cuda.emulate()
+    if package in _NEED_ENGINE:
+        emulated_transformer_engine.install()
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(package)

@@ -18,6 +18,8 @@ from tools.dev.lib.library_steps import Training, done, start
 
 def main(model_name: str, folder: Path, tp: int = 1, pp: int = 1) -> None:
     """Build, load, compare, train, save, load and export."""
+    path = folder / model_name
+    reference = Reference(path)  # first: what follows replaces functions that transformers calls
     emulated_cuda.emulate()
     emulated_transformer_engine.install()
     from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
@@ -27,7 +29,6 @@ def main(model_name: str, folder: Path, tp: int = 1, pp: int = 1) -> None:
 
     start(tp, pp)
     done("import")
-    path = folder / model_name
     values = hf_to_mcore_config(AutoConfig.from_pretrained(path))
     config = ModelConfig(
         tensor_model_parallel_size=tp,
@@ -52,7 +53,7 @@ def main(model_name: str, folder: Path, tp: int = 1, pp: int = 1) -> None:
     if different:
         raise ValueError(f"exported tensors differ: {different}")
     done("export")
-    training = Training(chunks, Reference(path), exported)
+    training = Training(chunks, reference, exported)
     training.compare_logits()
     training.take_steps()
     training.save_and_load(folder / f"checkpoint_{model_name}_{tp}_{pp}")

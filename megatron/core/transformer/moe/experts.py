@@ -355,6 +355,12 @@ class TEGroupedLinear(nn.Module):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> ShardedStateDict:
         """Return the entries of `ShardedModule`; see `_place_of_expert`."""
+        return self._sharded_state_dict_grouped(None, prefix, sharded_offsets, metadata)
+
+    def _sharded_state_dict_grouped(
+        self, tp_axis_map: None, prefix: str, sharded_offsets: Any, metadata: Any
+    ) -> ShardedStateDict:
+        """Do the same, for projects that replace `sharded_state_dict`."""
         entries: ShardedStateDict = {}
         for i in range(self.num_gemms):
             number = self.first_expert + i

@@ -158,9 +158,7 @@ class TopKRouter(MegatronModule):
             routing = replace(routing, weights=weights)
         if self.config.moe_expert_capacity_factor is not None:
             routing = self._within_capacity(routing, shape, num_tokens)
-        counts = self.local_tokens_per_expert
-        if counts is not None and self.training and torch.is_grad_enabled():
-            counts += routing.counts()
+        self._apply_expert_bias(routing)
         return routing if marker is None else replace(routing, weights=routing.weights * marker)
 
     def _without_nan(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -399,6 +397,21 @@ class TopKRouter(MegatronModule):
             visits = (self.rule.k * length).unsqueeze(1)
         share = counts.to(scores.dtype) / visits
         return ((scores.view(s, b, -1).sum(0) * share).sum(-1) * (self.num_experts / length)).mean()
+
+    def _apply_expert_bias(
+        self, routing_map: RoutingResult | Tensor, padding_mask: Tensor | None = None
+    ) -> None:
+        """Count the tokens of each expert, for the update of its bias at the end of the step.
+
+        Projects pass routing_map [n, E], and may pass padding_mask [n, 1].
+        """
+        counts = self.local_tokens_per_expert
+        if counts is None or not self.training or not torch.is_grad_enabled():
+            return
+        if isinstance(routing_map, RoutingResult):
+            counts += routing_map.counts()
+        else:
+            counts += (routing_map if padding_mask is None else routing_map & ~padding_mask).sum(0)
 
     def _maintain_float32_expert_bias(self) -> None:
         """Convert the expert bias, in which small updates add up, back to float32."""
