@@ -197,7 +197,7 @@ def test_the_loss_of_a_divided_vocabulary(
     def results() -> list[Tensor]:
         own, group = logits[:, 501 * rank : 501 * rank + 501].clone(), Group(rank)
         part = VocabularyPart(group, columns)
-        rows = loss_fusion._Rows(target, part, 501)
+        rows = loss_fusion._Rows(target, part, (len(target), 501))
         sums = loss_fusion._own_sums(own, rows, slice(None))
         loss = loss_fusion._turn_into_gradient_divided(own, rows, group)
         own[2] = 0  # is never looked at, and plain torch leaves the softmax there

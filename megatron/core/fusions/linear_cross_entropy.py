@@ -9,7 +9,7 @@ compute the logits of some tokens at a time.  Collectives over the group: one ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
+from megatron.core.config.errors import DataError
 from megatron.core.fusions import kernels
 
 # Elements in float32 at a time: on a CPU a few rows that stay in its cache.
@@ -44,7 +45,7 @@ def loss_and_gradient(logits: Tensor, target: Tensor, part: VocabularyPart) -> T
 
     Does not apply the cap of ``part``.  Collective over its group.
     """
-    rows = _Rows(target, part, logits.shape[1])
+    rows = _Rows(target, part, logits.shape)
     if part.group.size() == 1:
         return _turn_into_gradient(logits, rows)
     return _turn_into_gradient_divided(logits, rows, part.group)
@@ -58,7 +59,13 @@ def gradient_scale(dtype: torch.dtype) -> float:
 class _Rows:
     """Positions of the targets: local column, whether it is on this rank, whether it counts."""
 
-    def __init__(self, target: Tensor, part: VocabularyPart, width: int) -> None:
+    def __init__(self, target: Tensor, part: VocabularyPart, shape: Sequence[int]) -> None:
+        num_rows, width = shape
+        if target.shape != (num_rows,):
+            raise DataError(
+                f"{target.numel()} labels do not fit {num_rows} tokens: pass labels of the shape "
+                "of the tokens"
+            )
         columns = part.num_columns
         self.columns, self.ignored = columns, target < 0
         self.target, self.first = target, part.group.rank() * width
@@ -142,7 +149,7 @@ def gradient_from_sums(
 
     ``sums``: for each token the results of `loss_and_sums`, and the gradient of its loss.
     """
-    rows = _Rows(target, vocabulary, logits.shape[1])
+    rows = _Rows(target, vocabulary, logits.shape)
     log_sum, grad = sums
     _write_gradient(logits, rows, log_sum, grad.masked_fill(rows.ignored, 0), vocabulary.cap)
 
@@ -217,7 +224,7 @@ def loss_and_sums(
     Logits exist for ``rows_at_a_time`` tokens at a time (0: for a few); the cap is applied to them.
     Collective over the group.
     """
-    rows = _Rows(target, vocabulary, weight.shape[0])
+    rows = _Rows(target, vocabulary, (len(x), len(weight)))
     step = rows_at_a_time or _ROWS_WITHOUT_GRADIENT
     sums = [
         _own_sums(_squash(F.linear(x[part], weight, bias), vocabulary.cap), rows, part)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.config.errors import DataError
 from megatron.core.fusions import linear_cross_entropy as fusion
 from megatron.core.tensor_parallel.fused_linear_cross_entropy import linear_cross_entropy
 from tests.support import kernel_references as references
@@ -99,7 +100,7 @@ def test_chunks_are_added_up_before_they_become_16_bits() -> None:
 def test_columns_without_a_number_are_summed_as_torch_does(kind: float) -> None:
     x, weight = torch.ones(2, 1), torch.full((5, 1), kind)
     target = torch.tensor([-1, 2])
-    own = fusion._Rows(target, fusion.VocabularyPart(one_rank(), 5), 5)
+    own = fusion._Rows(target, fusion.VocabularyPart(one_rank(), 5), (2, 5))
     log_sum, _ = fusion._own_sums(x @ weight.t(), own, slice(None))
     torch.testing.assert_close(log_sum, torch.full((2,), kind), equal_nan=True)
 
@@ -149,3 +150,14 @@ def test_memory_holds_the_logits_once_in_the_compute_dtype() -> None:
     loss = linear_cross_entropy(x, weight, target, group=one_rank(), num_columns=13)
     saved = [t for t in loss.grad_fn.saved_tensors if t.shape == (9, 16)]
     assert [t.dtype for t in saved] == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_labels_must_have_the_shape_of_the_tokens(with_gradient: bool) -> None:
+    x, weight, target, _ = inputs(torch.float32)
+    labels = target[:-1]
+    with (
+        torch.set_grad_enabled(with_gradient),
+        pytest.raises(DataError, match="8 labels do not fit 9 tokens"),
+    ):
+        linear_cross_entropy(x, weight, labels, group=one_rank(), num_columns=13)
