@@ -486,7 +486,7 @@ class SelfAttention(SelfAttentionBase):
         if rotary is not None and self.is_windowed and rotary.windowed:
             rotary = rotary.windowed
         rotary = rotary if self.has_rope else None
-        if not is_replaced(type(self).get_query_key_value_tensors):
+        if not is_replaced(self, "get_query_key_value_tensors"):
             return self.get_query_key_value_tensors(hidden_states, rotary=rotary)
         query, key, value = self.get_query_key_value_tensors(hidden_states, None)
         if rotary is not None:

@@ -54,9 +54,22 @@ def before_reading(module: nn.Module) -> None:
         hook(module, ())
 
 
-def is_replaced(method: Callable[..., Any]) -> bool:
-    """Whether a project has defined this method of a class, or has assigned it to the class."""
-    return not method.__module__.startswith("megatron.core.")
+def is_replaced(module: nn.Module, name: str) -> bool:
+    """Whether a project has defined method ``name`` in the module's class, or has assigned it."""
+    method = getattr(type(module), name)
+    return name in vars(module) or not method.__module__.startswith("megatron.core.")
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether calling ``module`` is nothing but its class's forward pass.
+
+    The hooks in which a data-parallel wrapper gathers parameters do not count (`before_reading`).
+    """
+    if is_replaced(module, "forward") or module._forward_hooks or module._backward_hooks:
+        return False
+    gathers = ("megatron.core.", "torch.")
+    before = module._forward_pre_hooks.values()
+    return all(getattr(hook, "__module__", "").startswith(gathers) for hook in before)
 
 
 def frozen_models(chunks: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -91,7 +91,7 @@ class MultiLatentAttention(SelfAttentionBase):
         self, hidden_states: Tensor, rotary: RotaryTable | None, packed: PackedSeqParams | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `SelfAttentionBase.rotated`; the method of a project rotates too."""
-        is_own = is_replaced(type(self).get_query_key_value_tensors)
+        is_own = is_replaced(self, "get_query_key_value_tensors")
         more = {} if is_own else {"rotary": rotary}
         qkv = self.get_query_key_value_tensors(hidden_states, None, None, packed, **more)
         return tuple(x if x.dim() == 4 else x.unsqueeze(1) for x in qkv)

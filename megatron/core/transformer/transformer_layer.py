@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.layer_layout import layers_of_stage
-from megatron.core.transformer.module import MegatronModule, WithBias
+from megatron.core.transformer.module import MegatronModule, WithBias, is_replaced
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.norms import PendingSum, Stream, norm_hidden, summed
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module, build_norm
@@ -252,6 +252,15 @@ class TransformerLayer(ResidualLayer):
         [b, s]: True for this rank's tokens that no expert computes.  ``more``: further arguments
         of `add_attention`.  With ``defers_sum`` the caller takes a `PendingSum` too.
         """
+        if self._has_own_parts():
+            attend: Callable[..., tuple[Any, ...]] = self._forward_attention
+            # In classes for Megatron Core v0.12 the first part ends with the norm of the second.
+            states, *residual, context = attend(
+                summed(hidden_states), attention_mask, context, *args, **more
+            )
+            others: list[Any] = residual or [more.get("inference_context")]
+            masks: dict[str, Any] = {} if padding_mask is None else {"padding_mask": padding_mask}
+            return self._forward_mlp(states, *others, **masks), context
         attended = self.add_attention(hidden_states, attention_mask, context, *args, **more)
         output = self.add_mlp(attended, padding_mask)
         return output if defers_sum else summed(output), context
@@ -264,7 +273,7 @@ class TransformerLayer(ResidualLayer):
         *args: Any,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the part of `forward` before the MLP, for projects."""
+        """Run the part of `forward` before the MLP, for projects that call or replace it."""
         attended = self.add_attention(hidden_states, attention_mask, context, *args, **more)
         return summed(attended), context
 
@@ -274,9 +283,12 @@ class TransformerLayer(ResidualLayer):
         inference_context: KVCache | None = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Run the part of `forward` after `_forward_attention`, for projects."""
+        """Run the part of `forward` after `_forward_attention`, for projects like that one."""
         del inference_context
         return summed(self.add_mlp(hidden_states, padding_mask))
+
+    def _has_own_parts(self) -> bool:
+        return is_replaced(self, "_forward_attention") or is_replaced(self, "_forward_mlp")
 
     def add_attention(
         self,
@@ -338,7 +350,8 @@ class TransformerLayer(ResidualLayer):
         """See `ResidualLayer`.  MoE is not captured: the host must read token counts."""
         if whole and not isinstance(self.mlp, MoELayer):
             return super().capture_parts(whole=True)
-        if isinstance(self.self_attention, IdentityOp) and not self.has_cross_attention:
+        has_attention = not isinstance(self.self_attention, IdentityOp) or self.has_cross_attention
+        if self._has_own_parts() or not has_attention:
             return super().capture_parts(whole=False)
 
         def attend(x: Tensor, *, padding_mask: Tensor | None = None, **shared: Any) -> Tensor:

@@ -24,8 +24,10 @@ from megatron.core.parallel import parallel_state
 from megatron.core.params.param_info import info_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from tests.support import tolerances
 from tests.support.one_process import one_process_groups, tiny_config
 from tests.support.ranks import run_ranks
@@ -171,6 +173,66 @@ def test_an_output_layer_of_a_project_gives_the_values() -> None:
     assert model.embedding.word_embeddings.weight.grad is not None
 
 
+def _doubled(result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    return result[0] * 2, result[1]
+
+
+@pytest.mark.parametrize("way", ["hook", "hook before", "forward", "loss"])
+def test_losses_have_the_changes_of_a_project_to_the_output_layer(way: str) -> None:
+    model = gpt()
+    ids, positions = tokens()
+    logits = model(ids, positions, None)
+    layer, forward = model.output_layer, model.output_layer.forward
+    if way == "hook":
+        layer.register_forward_hook(lambda module, given, result: _doubled(result))
+    elif way == "hook before":
+        layer.register_forward_pre_hook(lambda module, given: (given[0] * 2, *given[1:]))
+    elif way == "forward":
+        layer.forward = lambda *args, **kwargs: _doubled(forward(*args, **kwargs))
+    else:
+        loss = model.compute_language_model_loss
+        model.compute_language_model_loss = lambda labels, logits: loss(labels, logits * 2)
+    expected = nn.functional.cross_entropy((logits * 2).transpose(1, 2), ids, reduction="none")
+    torch.testing.assert_close(model(ids, positions, None, labels=ids), expected)
+
+
+class LayerOfTwoParts(TransformerLayer):
+    """A layer of a project that replaces both parts of the forward pass."""
+
+    def _forward_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        states, context = super()._forward_attention(*args, **kwargs)
+        return states * 2, context
+
+    def _forward_mlp(self, hidden_states: Tensor, inference_context: Any = None) -> Tensor:
+        return super()._forward_mlp(hidden_states, inference_context) * 3
+
+
+class LayerForOlderReleases(TransformerLayer):
+    """The same layer for Megatron Core v0.12, whose first part ends with the norm of the MLP."""
+
+    def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
+        states, context = super()._forward_attention(*args, **kwargs)
+        return self.pre_mlp_layernorm(states * 2), states * 2, context
+
+    def _forward_mlp(self, normed: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+        output, bias = self.mlp(normed)
+        return (residual + (output if bias is None else output + bias)) * 3
+
+
+@pytest.mark.parametrize("kind", [LayerOfTwoParts, LayerForOlderReleases])
+def test_the_parts_of_a_layer_of_a_project_run(kind: type[TransformerLayer]) -> None:
+    spec = get_gpt_layer_local_spec()
+    torch.manual_seed(3)
+    plain, own = (
+        build_module(ModuleSpec(module=each, submodules=spec.submodules), config=tiny_config())
+        for each in (TransformerLayer, kind)
+    )
+    own.load_state_dict(plain.state_dict())
+    states = torch.randn(LENGTH, 2, 32)
+    attended, _ = plain._forward_attention(states)
+    torch.testing.assert_close(own(states)[0], plain._forward_mlp(attended * 2) * 3)
+
+
 def test_parts_that_a_project_replaces_take_the_places_of_ours() -> None:
     model = gpt(is_tied=True)
     old = {name: info_of(param) for name, param in model.named_parameters()}
@@ -216,6 +278,9 @@ def test_a_rotary_embedding_and_attention_of_a_project_deal_in_angles() -> None:
     model.rotary_pos_emb = OwnRotary(rotary)  # type: ignore[assignment]
     prepared = model._preprocess(*tokens())
     torch.testing.assert_close(prepared[1], rotary(LENGTH) / 2)
+    changed, forward = gpt().eval(), rotary.forward
+    changed.rotary_pos_emb.forward = lambda *args, **kwargs: forward(*args, **kwargs) / 2
+    torch.testing.assert_close(changed(*tokens(), None), model(*tokens(), None))
 
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.module = OwnAttention

@@ -190,11 +190,11 @@ class GPTModel(LanguageModule):
 
     def _reads_angles(self) -> bool:
         """Whether a project's rotary embedding or attention is in use, which deals in angles."""
-        if self.rotary_pos_emb is None or is_replaced(type(self.rotary_pos_emb).forward):
+        if self.rotary_pos_emb is None or is_replaced(self.rotary_pos_emb, "forward"):
             return self.rotary_pos_emb is not None
         if self._has_own_attention is None:
             parts = (part for part in self.decoder.modules() if isinstance(part, SelfAttentionBase))
-            self._has_own_attention = any(is_replaced(type(part).forward) for part in parts)
+            self._has_own_attention = any(is_replaced(part, "forward") for part in parts)
         return self._has_own_attention
 
     @library_call(

@@ -96,7 +96,7 @@ class LanguageModelEmbedding(MegatronModule):
     ) -> Tensor:
         """Embed ids, positions and types [b, s] -> [s, b, h] (or [s/tp, b, h])."""
         # A project's own look-up expects rows of ids; ours needs no copy if they are columns.
-        has_rows = is_replaced(type(self.word_embeddings).forward)
+        has_rows = is_replaced(self.word_embeddings, "forward")
         in_order = self.is_sequence_sharded or has_rows
         hidden: Tensor = self.word_embeddings(input_ids if in_order else input_ids.transpose(0, 1))
         if has_rows and not self.is_sequence_sharded:

@@ -32,7 +32,12 @@ from megatron.core.tensor_parallel.fused_linear_cross_entropy import linear_cros
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, check_token_ids
 from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes
 from megatron.core.transformer.kv_cache import KVCache, PositionBias
-from megatron.core.transformer.module import MegatronModule, before_reading
+from megatron.core.transformer.module import (
+    MegatronModule,
+    before_reading,
+    is_plain,
+    is_replaced,
+)
 from megatron.core.transformer.rope import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -400,8 +405,8 @@ class LanguageModule(MegatronModule):
         """Map hidden states [s, b, h] and labels [b, s] to the loss of each token [b, s], float32.
 
         Hidden states are [s/tp, b, h] under sequence parallelism.  Equal to the output layer
-        followed by `compute_language_model_loss`, which are used if the output layer is of another
-        class or has another matmul.
+        followed by `compute_language_model_loss`, which are used if a project has replaced one of
+        them, or if the output layer has hooks or another matmul.
         """
         hidden = self.scaled(hidden)
         config = self.config
@@ -411,6 +416,8 @@ class LanguageModule(MegatronModule):
         is_usual = (
             type(layer) is ColumnParallelLinear
             and layer.lora is None
+            and is_plain(layer)
+            and not is_replaced(self, "compute_language_model_loss")
             and (config.loss_chunk_size or (layer.bias is None and cap is None))
         )
         if not is_usual:
