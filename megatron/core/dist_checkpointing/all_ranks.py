@@ -61,7 +61,7 @@ from megatron.core.dist_checkpointing.records import (
 from megatron.core.dist_checkpointing.validation import (
     Differences,
     check_strictness,
-    differences,
+    permitted_differences,
     shorten,
 )
 from megatron.core.parallel.collectives import (
@@ -342,7 +342,7 @@ def open_agreed(
     except (CheckpointError, OSError) as error:
         plan["error"] = error_as_json(error)
     plans = gather_json(plan, group) or []
-    compare = partial(differences, folder, plans, stored, strictness, leave_out)
+    compare = partial(permitted_differences, folder, plans, stored, strictness, leave_out)
     absent, unused = on_rank_0(compare, folder, group)
     return reader, Differences(tuple(absent), tuple(unused))
 

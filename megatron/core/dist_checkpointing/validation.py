@@ -80,7 +80,7 @@ _PRECISION_FLAGS = {
 }
 
 
-def differences(
+def permitted_differences(
     folder: Path,
     plans: Sequence[JsonObject],
     stored: Collection[str],
