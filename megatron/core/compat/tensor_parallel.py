@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.tensor_parallel.linear import LinearCall, linear
-from megatron.core.tensor_parallel.mappings import all_gather_first_dim
+from megatron.core.tensor_parallel.mappings import all_gather_first_dim, slice_of_first_dim
 from megatron.core.tensor_parallel.random import (
     DATA_PARALLEL_STREAM,
     EXPERT_PARALLEL_STREAM,
@@ -191,7 +191,7 @@ def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, new_buffer: bool = False, *, tp_group: ProcessGroup
 ) -> Tensor:
     """Return this rank's equal part of the flattened ``tensor``: a view, or a copy."""
-    part = tensor.view(tp_group.size(), -1)[tp_group.rank()]
+    part = slice_of_first_dim(tensor.view(-1), tp_group)
     return part.clone() if new_buffer else part
 
 

@@ -89,9 +89,12 @@ def reduce_scatter_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
     return reduce_scatter_first_dim(parts, group).squeeze(0)
 
 
-def _swap_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(out, x.contiguous(), group=group)
+def _swap_rows(
+    received: Sequence[int] | None, sent: Sequence[int] | None, x: Tensor, group: ProcessGroup
+) -> Tensor:
+    rows = x.shape[0] if received is None else sum(received)
+    out = x.new_empty((rows, *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
     return out
 
 
@@ -174,6 +177,7 @@ reduce_scatter_last_dim_to_tensor_parallel_region = _region(
 scatter_to_sequence_parallel_region = _region(_own_first_dim, all_gather_first_dim)
 reduce_scatter_to_sequence_parallel_region = _region(reduce_scatter_first_dim, all_gather_first_dim)
 # Part i of dim 0, [size, ...], is sent to, and received from, rank i.
+_swap_first_dim = partial(_swap_rows, None, None)
 all_to_all_first_dim = _region(_swap_first_dim, _swap_first_dim)
 
 
@@ -205,12 +209,3 @@ def all_to_all(
     received, sent = output_split_sizes_, input_split_sizes
     forth, back = partial(_swap_rows, received, sent), partial(_swap_rows, sent, received)
     return _move(input_, group, forth, back)
-
-
-def _swap_rows(
-    received: Sequence[int] | None, sent: Sequence[int] | None, x: Tensor, group: ProcessGroup
-) -> Tensor:
-    rows = x.shape[0] if received is None else sum(received)
-    out = x.new_empty((rows, *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-    return out
