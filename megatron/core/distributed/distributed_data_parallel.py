@@ -346,7 +346,7 @@ class DistributedDataParallel(DataParallelBase):
         if param_sync:
             self.finish_param_sync()
 
-    def _on_gradient(self, slot: GradSlot, bucket: GradBucket, _: Tensor) -> None:
+    def _on_gradient(self, slot: GradSlot, bucket: GradBucket) -> None:
         if not slot.take():
             return
         assert not bucket.is_started, f"{slot.name} got a gradient after its bucket was reduced"

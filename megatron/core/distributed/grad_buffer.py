@@ -24,9 +24,9 @@ reduce-scatter and one all-gather, which add in the same order as the distribute
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,8 +51,23 @@ from megatron.core.params.param_info import local_part
 _CHUNK = 2**18
 
 
-class GradientHook(partial[None]):
-    """Hook of a data-parallel wrapper on a parameter."""
+class GradientHook:
+    """Hook of a data-parallel wrapper on a parameter: calls ``method`` of the wrapper.
+
+    All references are weak.  Python does not see a cycle of references through such a hook, so the
+    model and its buffers would stay in memory for good.
+    """
+
+    def __init__(self, method: Callable[..., None], slot: GradSlot, bucket: GradBucket) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._slot = weakref.ref(slot)
+        self._bucket = weakref.ref(bucket)
+
+    def __call__(self, param: Tensor) -> None:
+        """Report the gradient of ``param``."""
+        method, slot, bucket = self._method(), self._slot(), self._bucket()
+        if method is not None:
+            method(slot, bucket)
 
 
 def take_over(param: nn.Parameter) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from megatron.core.autograd import runs_hooks_without_gradient
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.grad_buffer import add_into, gradient_of
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import weight_gradient
 from megatron.core.tensor_parallel.weight_gradient import add_to_main_grad
@@ -45,6 +48,21 @@ def test_one_replica_keeps_its_gradients_where_autograd_put_them(alone: ProcessG
     torch.testing.assert_close(gradients(model), gradients(plain), **tolerances.BITWISE)
     ddp.zero_grad_buffer()
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_with_buffers_is_freed_after_its_last_use(alone: ProcessGroupCollection):
+    model = TinyModel()
+    ddp = wrap(model, alone, use_distributed_optimizer=True, overlap_param_gather=True)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=0.1, use_distributed_optimizer=True), [ddp], pg_collection=alone
+    )
+    mean_loss(ddp, token_batch(4)).backward()
+    ddp.finish_grad_sync()
+    optimizer.step()
+    freed = weakref.ref(model), weakref.ref(ddp.buffers[0])
+    del model, ddp, optimizer
+    gc.collect()
+    assert [each() for each in freed] == [None, None]
 
 
 def test_sixteen_bit_gradients_are_summed_in_32_bits(alone: ProcessGroupCollection):
