@@ -205,6 +205,11 @@ def test_one_line_trains_on_preferences(number: int, chat: Path, tmp_path: Path)
     assert config["architectures"] == [f"LlamaFor{kind}"]
 
 
+def test_default_sizes_fit_the_ranks(chat: Path) -> None:
+    said = refused(chat / "model", chat, "--sft --check-only --check-world-size 32")
+    assert "Error" not in said.replace("RuntimeError: Found empty", "")  # of Transformer Engine
+
+
 def test_a_folder_is_a_teacher(chat: Path, tmp_path: Path) -> None:
     teacher = ["--export-kd-teacher-load", str(chat / "model")]
     found = tune(tmp_path, chat, "--sft", *teacher, "--train-iters", "1")

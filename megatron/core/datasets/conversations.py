@@ -34,6 +34,14 @@ from megatron.core.optional import require
 from megatron.core.process_memory import free_for_job
 
 T = TypeVar("T")
+# Name of a form of rows -> the fields that it has.
+_FORMS = {
+    "messages": ("messages",),
+    "ShareGPT": ("conversations",),
+    "pairs of answers": ("chosen", "rejected"),
+    "prompt and completion": ("prompt", "completion"),
+    "Alpaca": ("instruction", "output"),
+}
 _BLOCK = 1 << 24  # bytes that one read decompresses
 _SHOWN = 10  # rows that an error message lists
 _COMPRESSED = ".gz"
@@ -323,6 +331,14 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
         return answered_prompt(row, row["prompt"], "completion")
     check_turns(messages)
     return Conversation(messages, tools_of(row))
+
+
+def form_of(row: Mapping[str, Any]) -> str:
+    """Return the name of the form of a row, for the log."""
+    for name, fields in _FORMS.items():
+        if all(row.get(field) is not None for field in fields):
+            return name
+    return "another form"
 
 
 def from_alpaca(row: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -26,7 +26,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.conversations import (
     Conversation,
     conversation_of,
-    from_alpaca,
+    form_of,
     open_rows,
     read_all,
     read_row,
@@ -145,9 +145,9 @@ class SFTLowLevelDataset:
             prefix = os.path.join(folder, f"{named}-SFTDataset")
             arrays = cached_arrays(prefix, description, _ARRAYS, lambda: self._encode(config))
             self._encoded[named] = EncodedRows(*arrays)
-            if self.per_row == 1 and (row := from_alpaca(self.rows[0])):
-                shown = json.dumps(row, ensure_ascii=False)
-                logger.info("%s has rows of Alpaca, read as %.300s", self.dataset_path, shown)
+            first, form = self.conversations_of(self.rows[0])[0], form_of(self.rows[0])
+            shown = json.dumps(first.messages, ensure_ascii=False)
+            logger.info("%s has rows of %s, read as %.300s", self.dataset_path, form, shown)
         return self._encoded[named]
 
     def _encode(self, config: SFTDatasetConfig) -> Sequence[np.ndarray]:

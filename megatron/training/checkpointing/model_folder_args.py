@@ -230,7 +230,9 @@ def _usual_settings(
     kind = kind if namespace.dpo_beta is None else "preference"
     micro = namespace.micro_batch_size or 1
     sizes = namespace.tensor_model_parallel_size, namespace.pipeline_model_parallel_size
-    step = micro * data_parallel_size(world_size, *sizes, namespace.context_parallel_size)
+    checked = namespace.check_world_size if namespace.check_only else None
+    ranks = namespace.virtual_ranks or checked or world_size
+    step = micro * data_parallel_size(ranks, *sizes, namespace.context_parallel_size)
     out |= {
         "micro_batch_size": micro,
         "global_batch_size": -(-_BATCH // step) * step,

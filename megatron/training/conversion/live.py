@@ -185,9 +185,10 @@ class _SharedTensors:
     def serve(self) -> None:
         """Send the parts of this rank that rank 0 asks for, until `_END`."""
         keys = list(self.entries)
+        where = on_wire(torch.empty(0), self.world).device
         while (number := self.announce(_END)) != _END:
             for _, values in self._own_parts(keys[number]):
-                data = on_wire(values.contiguous().reshape(-1).view(torch.uint8), self.world)
+                data = values.to(where).contiguous().reshape(-1).view(torch.uint8)
                 dist.send(data, group=self.world, group_dst=0)
 
     def _own_parts(self, key: str) -> Iterator[tuple[Sequence[int], Tensor]]:
