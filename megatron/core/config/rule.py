@@ -12,7 +12,7 @@ import enum
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import starmap
 from typing import Any, ClassVar, TypeVar
@@ -80,7 +80,10 @@ def fields_by_flag(*config_classes: type) -> dict[str, tuple[str, bool]]:
     return {
         flag_of(f, opt): (f.name, cli_default(f, opt) is True and not opt.both_ways)
         for config_class in config_classes
-        for f, opt in options_of(config_class)
+        # A project's subclass may declare a field again, without its flag.
+        for base in reversed(config_class.__mro__)
+        if is_dataclass(base)
+        for f, opt in options_of(base)
     }
 
 

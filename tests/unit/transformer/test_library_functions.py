@@ -20,6 +20,7 @@ from megatron.core.models.common.embeddings.rope_utils import (
     fused_apply_rotary_pos_emb,
     fused_apply_rotary_pos_emb_thd,
 )
+from megatron.core.models.gpt import gpt_model
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -120,6 +121,15 @@ def test_a_layer_may_build_its_submodules_without_our_constructor() -> None:
     matrices = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
     layer = RebuiltLayer(tiny_config(hidden_dropout=0.0), matrices)
     assert layer(torch.tensor([[[1.0, 2.0]]]))[0].tolist() == [[[9.0, 17.0]]]
+
+
+def test_the_class_of_a_models_stack_may_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OwnBlock(TransformerBlock):
+        pass
+
+    monkeypatch.setattr(gpt_model, "TransformerBlock", OwnBlock)
+    model: Any = GPTModel(tiny_config(), get_gpt_layer_local_spec(), 32, 16)  # type: ignore
+    assert type(model.decoder) is OwnBlock
 
 
 def test_a_layer_of_a_later_stage_counts_over_the_model() -> None:

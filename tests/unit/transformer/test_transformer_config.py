@@ -137,6 +137,7 @@ def test_one_value_or_a_list_may_be_given() -> None:
 def test_a_config_of_a_project_may_have_values_without_a_hash() -> None:
     @dataclass
     class Extended(TransformerConfig):
+        num_moe_experts: int | None = None  # declared again: rules still find it by its flag
         extra: dict[str, list[int]] = field(default_factory=dict)
 
     sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}

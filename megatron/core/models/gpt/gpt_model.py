@@ -33,7 +33,7 @@ from megatron.core.transformer.multi_token_prediction import (
     tokens_ahead,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -76,7 +76,8 @@ class GPTModel(LanguageModule):
                 scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
                 is_shared=predicts_ahead and self.pp_group.size() > 1,
             )
-        self.decoder = self.build_decoder(transformer_layer_spec)
+        # Projects replace the class in this module.
+        self.decoder = self.build_decoder(transformer_layer_spec, TransformerBlock)
         self._has_own_attention: bool | None = None  # known after the first forward pass
         self.mtp: MultiTokenPredictionBlock | None = None
         if mtp_block_spec is not None and self.post_process:

@@ -57,7 +57,9 @@ class MambaModel(GPTModel):
             **of_gpt,
         )
 
-    def build_decoder(self, spec: ModuleSpec | TransformerBlockSubmodules) -> TransformerBlock:
+    def build_decoder(
+        self, spec: ModuleSpec | TransformerBlockSubmodules, block: object = None
+    ) -> TransformerBlock:
         assert isinstance(spec, ModuleSpec), "as given to the constructor"
         stack: TransformerBlock = build_module(
             spec,

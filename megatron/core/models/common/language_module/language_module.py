@@ -169,9 +169,13 @@ class LanguageModule(MegatronModule):
             mark_as_shared_embedding(embedding.word_embeddings.weight, is_copy=not self.pre_process)
         return embedding
 
-    def build_decoder(self, spec: ModuleSpec | TransformerBlockSubmodules) -> TransformerBlock:
-        """Build the stack of layers."""
-        return TransformerBlock(
+    def build_decoder(
+        self,
+        spec: ModuleSpec | TransformerBlockSubmodules,
+        block: type[TransformerBlock] = TransformerBlock,
+    ) -> TransformerBlock:
+        """Build the stack of layers, of class ``block``."""
+        return block(
             self.config,
             spec,
             pre_process=self.pre_process,
