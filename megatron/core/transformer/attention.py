@@ -151,7 +151,7 @@ class Attention(MegatronModule, ABC):
             config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
-            skip_bias_add=leaves_bias_to_sum(config, self.tp_group),
+            skip_bias_add=leaves_bias_to_sum(config, self.tp_group, self),
             offered={
                 **self.offered,
                 "input_is_parallel": True,

@@ -92,6 +92,7 @@ class DotProductAttention(MegatronModule):
         ``cp_comm_type`` overrides the config's.
         """
         super().__init__(config)
+        self.layer_number = layer_number
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softcap = config.attn_logit_softcapping
@@ -101,7 +102,7 @@ class DotProductAttention(MegatronModule):
             config, layer_number - 1, pg_collection, cp_comm_type
         )
         scale = config.softmax_scale if softmax_scale is None else softmax_scale
-        self.scale = 1 / math.sqrt(config.kv_channels) if scale is None else scale
+        self.softmax_scale = 1 / math.sqrt(config.kv_channels) if scale is None else scale
         # Scores of deep layers are divided by the depth before the softmax and multiplied inside
         # it: the same result, and fp16 scores do not overflow.
         self.depth_scale = layer_number if config.apply_query_key_layer_scaling else 1
@@ -161,7 +162,7 @@ class DotProductAttention(MegatronModule):
         )
         if value.shape[-1] != query.shape[-1]:
             if self._attends_to_narrow(query, value, context):
-                return attend_to_narrow(query, key, value, self.scale)
+                return attend_to_narrow(query, key, value, self.softmax_scale)
             value = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
         qkv = query, key, value
         comm = self.cp_comm
@@ -186,7 +187,7 @@ class DotProductAttention(MegatronModule):
         """Return how this layer attends, for `paged_attention` with queries like ``query``."""
         left = -1 if self.window is None else self.window[0]
         return PagedRule(
-            scale=self.scale,
+            scale=self.softmax_scale,
             softcap=self.softcap,
             window=None if left < 0 else left,
             sink=self._sink(query),
@@ -233,11 +234,11 @@ class DotProductAttention(MegatronModule):
                 causal_tokens=len(query) if visible.is_causal and self.training else 0,
             )
         if visible.is_band and FLASH in names and device.is_cuda(where):
-            return attend_to_band(query, key, value, visible, self.scale)
+            return attend_to_band(query, key, value, visible, self.softmax_scale)
         with fork_if(dropout > 0):
             if BLOCKS in names:
                 fused = self.config.masked_softmax_fusion
-                out = causal_attention(query, key, value, self.scale, dropout, fused=fused)
+                out = causal_attention(query, key, value, self.softmax_scale, dropout, fused=fused)
                 return out.flatten(2)
             mask = visible.mask(where)
             if mask is not None and self.window is not None and not context.is_causal:
@@ -298,7 +299,7 @@ class DotProductAttention(MegatronModule):
 
     def _score_rule(self) -> ScoreRule:
         return ScoreRule(
-            scale=self.scale,
+            scale=self.softmax_scale,
             depth_scale=self.depth_scale,
             softcap=self.softcap,
             dropout=self._dropout(),
@@ -346,13 +347,14 @@ class DotProductAttention(MegatronModule):
                 attn_mask=mask,
                 dropout_p=self._dropout(),
                 is_causal=is_causal,
-                scale=self.scale,
+                scale=self.softmax_scale,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
 
     def _plain(self, qkv: QKV, mask: Tensor | None, context: AttentionContext) -> Tensor:
         query, key, value = _repeat_heads(*qkv)
-        scores = torch.matmul(query * (self.scale / self.depth_scale), key.transpose(-1, -2))
+        scale = self.softmax_scale / self.depth_scale
+        scores = torch.matmul(query * scale, key.transpose(-1, -2))
         if self.config.attention_softmax_in_fp32:
             scores = scores.to(wide(scores))
         scores = self._score_rule().finish(scores, context.bias)

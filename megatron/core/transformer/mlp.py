@@ -55,13 +55,13 @@ class MLP(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.tp_group = tp_group
-        input_size = input_size or config.hidden_size
+        self.input_size = input_size = input_size or config.hidden_size
         ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
         # Megatron-LM's fused GELU is the tanh approximation; its checkpoints were trained with it.
         is_tanh_gelu = config.bias_activation_fusion and config.activation_func is F.gelu
-        self.act = openai_gelu if is_tanh_gelu else config.activation_func
+        self.activation_func = openai_gelu if is_tanh_gelu else config.activation_func
         blocks = (1, 1) if config.gated_linear_unit else (1,)
-        where = device.current()
+        like = torch.empty(0, dtype=config.params_dtype, device=device.current())
         offered = {"tp_group": tp_group, "is_expert": is_expert}
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
@@ -74,7 +74,7 @@ class MLP(MegatronModule):
             skip_bias_add=config.add_bias_linear
             and config.bias_activation_fusion
             and not (config.gated_linear_unit or is_expert)
-            and adds_bias(self.act, torch.empty(0, dtype=config.params_dtype, device=where)),
+            and adds_bias(self.activation_func, like),
             offered={**offered, "blocks": blocks},
         )
         self.linear_fc2: Callable[[Tensor], WithBias] = build_module(
@@ -85,7 +85,7 @@ class MLP(MegatronModule):
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
             # The bias of an expert is weighted.
-            skip_bias_add=is_expert or leaves_bias_to_sum(config, tp_group),
+            skip_bias_add=is_expert or leaves_bias_to_sum(config, tp_group, self),
             offered=offered,
         )
 
@@ -95,11 +95,11 @@ class MLP(MegatronModule):
         ``weights`` [..]: factor of each row.
         """
         if not self.config.gated_linear_unit:
-            y = activation(x, self.act)
+            y = activation(x, self.activation_func)
             return y if weights is None else weighed(y, weights)
         clamp, offset = self.config.activation_func_clamp_value, self.config.glu_linear_offset
         fused = self.config.bias_swiglu_fusion
-        return glu(x, self.act, clamp, offset, weights, fused=fused)
+        return glu(x, self.activation_func, clamp, offset, weights, fused=fused)
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None) -> WithBias:
         """Compute [s, b, h] -> [s, b, h], and the output bias still to add (None if none).
@@ -109,7 +109,7 @@ class MLP(MegatronModule):
         inner, bias = self.linear_fc1(hidden_states)
         if bias is None:
             return self.linear_fc2(self.activate(inner, per_token_scale))
-        inner = activation(inner, self.act, bias)
+        inner = activation(inner, self.activation_func, bias)
         return self.linear_fc2(
             inner if per_token_scale is None else weighed(inner, per_token_scale)
         )

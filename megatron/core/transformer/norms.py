@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.random import fork_for_tokens
+from megatron.core.transformer.module import is_replaced
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -55,12 +56,15 @@ class PendingSum(NamedTuple):
 Stream = Tensor | PendingSum  # hidden states between sublayers
 
 
-def leaves_bias_to_sum(config: TransformerConfig, tp_group: ProcessGroup) -> bool:
-    """Return whether the sum, and not the last GEMM of a sublayer, adds its output bias.
+def leaves_bias_to_sum(
+    config: TransformerConfig, tp_group: ProcessGroup, sublayer: nn.Module
+) -> bool:
+    """Return whether the sum, and not the last GEMM of ``sublayer``, adds its output bias.
 
-    Tensor-parallel ranks add a bias after the reduction of their partial outputs.
+    Tensor-parallel ranks add a bias after the reduction of their partial outputs, and a project
+    that computes with the output expects it without the bias.
     """
-    if tp_group.size() > 1:
+    if tp_group.size() > 1 or is_replaced(sublayer, "forward"):
         return True
     like = torch.empty(0, dtype=config.params_dtype, device=device.current())
     return config.bias_dropout_fusion and adds_bias_in_norm(config.hidden_size, like)

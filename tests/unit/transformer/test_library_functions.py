@@ -163,7 +163,9 @@ def test_an_mlp_weighs_tokens() -> None:
     for param in mlp.parameters():
         torch.nn.init.normal_(param)
     x, scale = torch.randn(3, 2, 32, dtype=torch.float64), torch.rand(3, 2, dtype=torch.float64)
-    inner = mlp.act(torch.nn.functional.linear(x, mlp.linear_fc1.weight, mlp.linear_fc1.bias))
+    inner = mlp.activation_func(
+        torch.nn.functional.linear(x, mlp.linear_fc1.weight, mlp.linear_fc1.bias)
+    )
     want = (inner * scale[..., None]) @ mlp.linear_fc2.weight.t() + mlp.linear_fc2.bias
     out, bias = mlp(x, scale)
     torch.testing.assert_close(out if bias is None else out + bias, want)
@@ -248,6 +250,25 @@ def test_state_of_the_engine_in_a_state_dict_is_left_out() -> None:
     assert bool((other.output_layer.weight == 2).all())
     with pytest.raises(RuntimeError, match="Unexpected"):
         other.load_state_dict({**state, "decoder.layers.0._other_state": None})
+
+
+def test_a_project_that_scales_an_output_does_not_scale_its_bias() -> None:
+    class Halved(MLP):
+        def forward(self, *args: Any, **more: Any) -> Any:
+            out, bias = super().forward(*args, **more)
+            return out * 0.5, bias
+
+    spec = get_gpt_layer_local_spec().submodules.mlp.submodules
+    x = torch.randn(3, 2, 32)
+    outputs = []
+    for kind in (MLP, Halved):
+        mlp = kind(tiny_config(), spec)
+        for number, param in enumerate(mlp.parameters()):
+            torch.nn.init.constant_(param, 0.1 * (number + 1))
+        out, bias = mlp(x)
+        outputs.append(out if bias is None else out + bias)
+        added = mlp.linear_fc2.bias
+    torch.testing.assert_close(outputs[1], (outputs[0] - added) / 2 + added)
 
 
 def test_layers_with_a_window_are_those_that_the_frequency_leaves() -> None:

@@ -102,7 +102,7 @@ class TEDotProductAttention(DotProductAttention):
                 kv_channels=query.shape[-1],
                 num_gqa_groups=key.shape[-2],
                 attention_dropout=self.dropout,
-                softmax_scale=self.scale,
+                softmax_scale=self.softmax_scale,
                 attention_type=self.attention_type,
                 layer_number=1,  # only query-key layer scaling, not used here, would read it
                 **more,
