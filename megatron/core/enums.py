@@ -35,6 +35,18 @@ class AttnBackend(enum.Enum):
     auto = 5
 
 
+class CudaGraphScope(enum.Enum):
+    """Parts of a step that ``cuda_graph_scope`` may list."""
+
+    full_iteration = 1
+    attn = 2
+    mlp = 3
+    moe = 4
+    moe_router = 5
+    moe_preprocess = 6
+    mamba = 7
+
+
 class AttnMaskType(enum.Enum):
     """Attention mask: the keys that a query attends to."""
 

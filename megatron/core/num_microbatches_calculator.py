@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config.errors import ConfigError
+from megatron.core.config.errors import ConfigError, FieldError
 from megatron.core.rank_local import each_rank_owns
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class NumMicroBatchesCalculator:
     decrease_batch_size_if_needed: bool = False
 
     def __post_init__(self) -> None:
-        ConfigError.raise_for(self._problems())
+        FieldError.raise_for(self._problems())
 
     @classmethod
     def from_config(cls, options: Any, data_parallel_size: int) -> NumMicroBatchesCalculator:

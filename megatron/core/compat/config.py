@@ -12,16 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
-from megatron.core import device
 from megatron.core.optional import available, require
-from megatron.core.parallel.collectives import values_of_ranks
 
 T = TypeVar("T", bound=Callable[..., Any])
 __version__ = "0.14.0"  # Megatron Core's release whose API this project has
@@ -238,7 +235,7 @@ class FullCudaGraphWrapper:
         self.curr_iteration[stage] += 1
 
 
-# -- storage and energy ----------------------------------------------------------------------------
+# -- storage ---------------------------------------------------------------------------------------
 
 
 class _StorageClient:
@@ -274,53 +271,3 @@ def open_file(*args: Any, **kwargs: Any) -> Any:
     if MultiStorageClientFeature.is_enabled():
         return MultiStorageClientFeature.import_package().open(*args, **kwargs)
     return open(*args, **kwargs)
-
-
-class EnergyMonitor:
-    """Energy that the GPUs of all ranks use; 0 without NVML.  `lap` and `get_total` are collective.
-
-    NVML's counter is in mJ.
-    """
-
-    def __init__(self) -> None:
-        self._read: Callable[[], float] = float  # 0.0
-        self._shutdown: Callable[[], object] = float
-        self._total = self._lap = self._since = 0.0
-
-    def setup(self) -> None:
-        """Connect to NVML."""
-        if device.is_cuda() and available("pynvml"):
-            nvml = require("pynvml", "EnergyMonitor")
-            nvml.nvmlInit()
-            handle = nvml.nvmlDeviceGetHandleByUUID(device.uuid())
-            self._read = partial(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
-            self._shutdown = nvml.nvmlShutdown
-
-    def shutdown(self) -> None:
-        """Disconnect from NVML."""
-        self._shutdown()
-
-    def pause(self) -> None:
-        """Stop counting until `resume`."""
-        self._lap += self._read() - self._since
-
-    def resume(self) -> None:
-        """Start, or continue, to count."""
-        self._since = self._read()
-
-    def lap(self) -> float:
-        """Return the energy in J of all ranks since the last call, and start again."""
-        self.pause()
-        used = self._lap
-        self._lap = 0.0
-        self._total += used
-        self.resume()
-        return _sum_of_ranks(used) / 1000.0
-
-    def get_total(self) -> float:
-        """Return the energy in J of all ranks in all laps."""
-        return _sum_of_ranks(self._total) / 1000.0
-
-
-def _sum_of_ranks(value: float) -> float:
-    return sum(each for (each,) in values_of_ranks([value])) if dist.is_initialized() else value

@@ -7,7 +7,7 @@ core <- core.compat.config: __version__
 core.config <- core.compat.config: set_experimental_flag is_experimental_enabled
 core.datasets.megatron_tokenizer <- training.tokenizer.base: MegatronTokenizer
     MegatronLegacyTokenizer=MegatronTokenizer
-core.energy_monitor <- core.compat.config: EnergyMonitor
+core.energy_monitor <- core.diagnostics.energy: EnergyMonitor
 core.fp4_utils <- core.compat.config: get_fp4_context
 core.fp8_utils <- core.compat.config: FP8_TENSOR_CLASS HAVE_TE_FP8_TENSOR_CLASS get_fp8_context
     correct_amax_history_if_needed
@@ -163,7 +163,8 @@ core.transformer.multi_token_prediction <- core.compat.transformer: get_mtp_laye
 core.transformer.multi_token_prediction <- core.models.gpt.gpt_layer_specs: get_mtp_layer_spec
     get_mtp_layer_spec_for_backend
 core.transformer.torch_layer_norm <- core.transformer.norms: WrappedTorchLayerNorm=WrappedTorchNorm
-core.transformer.enums <- core.enums: AttnBackend AttnMaskType AttnType LayerType ModelType
+core.transformer.enums <- core.enums: AttnBackend AttnMaskType AttnType CudaGraphScope
+    LayerType ModelType
 core.transformer.torch_norm <- core.transformer.norms: L2Norm WrappedTorchNorm
 # Projects take what a copied method needs by `from ... import *`.
 core.transformer.transformer_block <- core.compat.config: get_fp8_context

@@ -133,7 +133,18 @@ def problem_of_value(f: dataclasses.Field[Any], value: object) -> str | None:
         is_text = isinstance(part, str)  # others are members of an enum, or dtypes
         if is_text and opt.choices is not None and part not in opt.choices:
             return f"{f.name} {part}: use one of {', '.join(map(str, opt.choices))}"
-        is_number = isinstance(part, int | float) and not isinstance(part, bool)
-        if is_number and opt.at_least is not None and part < opt.at_least and opt.parse is None:
-            return f"{f.name} {part}: at least {opt.at_least} is needed"
+        if problem := problem_of_range(part, opt):
+            return f"{f.name} {part}: {problem}"
+    return None
+
+
+def problem_of_range(number: object, opt: Option) -> str | None:
+    """Return why ``number`` is outside the range of a flag, or None; also for other values."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return None
+    if opt.at_least is not None and number < opt.at_least and opt.parse is None:
+        return f"at least {opt.at_least} is needed"
+    is_limited = isinstance(number, int) or opt.at_most != INT32_MAX  # that of integers alone
+    if is_limited and number > opt.at_most:
+        return f"at most {opt.at_most} is possible"
     return None

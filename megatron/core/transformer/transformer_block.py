@@ -122,7 +122,7 @@ class TransformerBlock(MegatronModule):
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.graphs: LayerGraphs | None = None
         if config.captures_layers and device.records_graphs():
-            whole, num_steps = config.cuda_graph_scope == "full", config.cuda_graph_warmup_steps
+            whole, num_steps = config.graph_scope == "full", config.cuda_graph_warmup_steps
             self.graphs = LayerGraphs(self.layers, num_steps, whole=whole)
         self.offload = _offload_of(config)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import isfinite, isnan
 
-from megatron.core.config.option import INT32_MAX, INT64_MAX, Option
+from megatron.core.config.option import INT64_MAX, Option, problem_of_range
 from megatron.training.arguments.sections import flags_and_defaults, options_by_dest
 
 _LONGEST_SHOWN = 200  # characters of a value in a message
@@ -46,7 +46,7 @@ def out_of_range(given: Mapping[str, object]) -> Iterator[str]:
         if opt.refused or opt.ignored or value == default:
             continue
         for part in _parts(value):
-            problem = problem_of_type(part, opt) or _problem_of_range(part, opt)
+            problem = problem_of_type(part, opt) or problem_of_range(part, opt)
             if problem is not None:
                 yield f"{flag} {shown(str(part))}: {problem}"
                 break
@@ -66,14 +66,3 @@ def has_excessive_number(given: Mapping[str, object]) -> bool:
 
 def _parts(value: object) -> tuple[object, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
-
-
-def _problem_of_range(number: object, opt: Option) -> str | None:
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        return None
-    if opt.at_least is not None and number < opt.at_least and opt.parse is None:
-        return f"at least {opt.at_least} is needed"
-    is_limited = isinstance(number, int) or opt.at_most != INT32_MAX  # that of integers alone
-    if is_limited and number > opt.at_most:
-        return f"at most {opt.at_most} is possible"
-    return None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import torch.distributed as dist
 
 from megatron.core import device
+from megatron.core.diagnostics.energy import EnergyMonitor
+from megatron.core.optional import available
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.callbacks.console import ConsoleSink, ShortSink
-from megatron.training.callbacks.energy import energy_meter
 from megatron.training.callbacks.metrics import Metrics
 from megatron.training.callbacks.metrics_file import MetricsFileSink
 from megatron.training.callbacks.periodic import (
@@ -33,6 +35,8 @@ from megatron.training.process.rank_print import is_short
 from megatron.training.process.signals import catch_stop_signal
 from megatron.training.step.run import Callback, CallbackList, ModelRun
 
+logger = logging.getLogger(__name__)
+
 
 def default_callbacks(run: ModelRun) -> CallbackList:
     """Return all callbacks that the configuration requests; call after loading."""
@@ -51,7 +55,7 @@ def _in_order(run: ModelRun) -> Iterator[Callback]:
         yield MemoryHistory()
     if config.training.train_sync_interval:
         yield TrainSync(config.training.train_sync_interval)
-    yield Metrics(_sinks(run), energy_meter() if config.logging.log_energy else None)
+    yield Metrics(_sinks(run), energy_monitor() if config.logging.log_energy else None)
     if config.resilience.log_straggler:
         asked = config.resilience
         yield Straggler(
@@ -70,6 +74,19 @@ def _in_order(run: ModelRun) -> Iterator[Callback]:
     # after the regular save, so that an exit does not save the same step twice
     yield ExitConditions(catch_stop_signal() if config.training.exit_signal_handler else None)
     yield from user_callbacks(config.extensions.callback)
+
+
+def energy_monitor() -> EnergyMonitor | None:
+    """Return the monitor of this rank's GPU; without a GPU or NVML warn and return None."""
+    if not device.is_cuda():
+        logger.warning("--log-energy is without effect: the CPU has no energy counter to read")
+    elif not available("pynvml"):
+        logger.warning("--log-energy is without effect: pip install nvidia-ml-py")
+    else:
+        monitor = EnergyMonitor()
+        monitor.setup()
+        return monitor
+    return None
 
 
 def _sinks(run: ModelRun) -> list[Sink]:

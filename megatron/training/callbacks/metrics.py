@@ -12,13 +12,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import device
 from megatron.core.device.async_host_copy import AsyncHostCopy
+from megatron.core.diagnostics.energy import EnergyMonitor
 from megatron.core.diagnostics.timers import TENSORBOARD, largest_s
-from megatron.training.callbacks.energy import EnergyMeter
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
 from megatron.training.callbacks.user import user_values
 from megatron.training.checkpointing.checkpointer import CheckpointEvent
@@ -28,7 +27,7 @@ from megatron.training.estimates.flops import (
     num_floating_point_operations,
 )
 from megatron.training.estimates.theoretical_memory import print_memory
-from megatron.training.process.rank_print import is_short
+from megatron.training.process.rank_print import is_short, print_device_memory
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import (
     Callback,
@@ -59,7 +58,7 @@ class Metrics(Callback):
     not end training.
     """
 
-    def __init__(self, sinks: list[Sink], energy: EnergyMeter | None = None) -> None:
+    def __init__(self, sinks: list[Sink], energy: EnergyMonitor | None = None) -> None:
         self._sinks = sinks
         self._energy = energy
         self._interval = Interval()
@@ -83,7 +82,7 @@ class Metrics(Callback):
                 )
             print(f" > MFU{text}", flush=True)
         if self._energy is not None:
-            self._energy.start()
+            self._energy.resume()
         run.timers(_INTERVAL_TIMER, log_level=0).start(barrier=True)
         self._in_loop = True
 
@@ -178,7 +177,7 @@ class Metrics(Callback):
         call_each(self._sinks, lambda sink: sink.close())
         self._sinks.clear()
         if self._energy is not None:
-            self._energy.close()
+            self._energy.shutdown()
 
     def writers(self) -> Mapping[str, Any]:
         return {sink.name: sink.writer for sink in self._sinks if sink.writer is not None}
@@ -215,7 +214,7 @@ class Metrics(Callback):
     def _end_interval(self, run: TrainingRun) -> dict[str, float] | None:
         """Return the fields of the console line on the last rank.  Collective over all ranks."""
         elapsed_s = run.timers(_INTERVAL_TIMER).elapsed(barrier=True)
-        joules = None if self._energy is None else self._energy.lap_joules()
+        joules = None if self._energy is None else self._energy.lap()
         ended, self._interval = self._interval, Interval()
         if not run.is_last_loss_rank:
             return None
@@ -229,16 +228,7 @@ class Metrics(Callback):
             num_microbatches = run.batches.num_microbatches(run.state.consumed_train_samples)
             print_memory(run.config, run.padded_vocab_size, num_microbatches)
         if run.groups.dp.rank() == 0:
-            stats = device.memory_stats()
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            parts = " | ".join(
-                f"{key.replace('_', ' ')}: {stats[key] / 2**20}"
-                for key in ("allocated", "max_allocated", "reserved", "max_reserved")
-            )
-            print(
-                f"[Rank {rank}] (after {run.state.iteration} iterations) memory (MB) | {parts}",
-                flush=True,
-            )
+            print_device_memory(f"(after {run.state.iteration} iterations)")
 
 
 def interval_tags(run: TrainingRun, shown: Mapping[str, float]) -> dict[str, float]:

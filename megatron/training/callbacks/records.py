@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.training.step.run import SINK_ERRORS, warn_switched_off
+from megatron.core.diagnostics.log_once import warn_switched_off
+from megatron.training.step.run import SINK_ERRORS
 
 _LIKELIHOOD = "lm loss"  # mean negative log-likelihood of a token
 

@@ -28,9 +28,9 @@ from typing import Any
 
 from megatron.core import device
 from megatron.core.diagnostics import straggler
+from megatron.core.diagnostics.energy import Gpu
 from megatron.core.optional import available, require
 from megatron.core.parallel.collectives import values_of_ranks
-from megatron.training.callbacks.energy import Gpu
 from megatron.training.estimates.flops import FORWARD_AND_BACKWARD, num_floating_point_operations
 from megatron.training.process import exit_report
 from megatron.training.runtime.context import StepResult

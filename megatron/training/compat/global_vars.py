@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics.timers import Timers
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.parallel.default_groups import default_groups
@@ -43,12 +44,24 @@ def current_run() -> RunContext | None:
     return _run
 
 
+class NothingRuns(RuntimeError, AssertionError):
+    """There is no run: before start-up, or after `destroy_global_vars`."""
+
+
+def unset_global_variables() -> None:
+    """Forget the run and its arguments, so that a program can start another one."""
+    set_run(None)
+
+
+destroy_global_vars = unset_global_variables
+
+
 def get_run() -> RunContext:
-    """Return the current run.  Raises RuntimeError before start-up."""
+    """Return the current run.  Raises NothingRuns before start-up."""
     if _args is not None:
         _follow(_args)
     if _run is None:
-        raise RuntimeError("nothing runs yet: call pretrain() or initialize_megatron() first")
+        raise NothingRuns("nothing runs yet: call pretrain() or initialize_megatron() first")
     return _run
 
 
@@ -83,7 +96,13 @@ def _follow(args: Namespace) -> None:
     global _run, _known
     values = vars(args)
     if _run is None:
-        config = resolve_args(args, world_size(), trains=False)
+        try:
+            config = resolve_args(args, world_size(), trains=False)
+        except KeyError as error:
+            raise ConfigError(
+                f"the arguments of set_args() lack {error}: take those of parse_args(), and add to "
+                "them"
+            ) from None
         _run = build_context(config, default_groups(), started_at_s=time.time())
         values.setdefault("rank", rank())
         values["padded_vocab_size"] = _run.padded_vocab_size

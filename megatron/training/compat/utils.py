@@ -24,6 +24,7 @@ from megatron.training.data.loaders import (
 from megatron.training.models.registry import implementation_of
 from megatron.training.process.rank_print import is_last_rank as is_last_rank
 from megatron.training.process.rank_print import is_rank0 as is_rank0
+from megatron.training.process.rank_print import print_device_memory
 from megatron.training.process.rank_print import print_rank_0 as print_rank_0
 from megatron.training.process.rank_print import print_rank_last as print_rank_last
 
@@ -88,6 +89,12 @@ def get_batch_on_this_tp_rank(
     ]
     table = {name: next((t[name] for t in tables if t[name]), None) for name in tables[0]}
     return load_batch(data_iterator, table, parallel_state.current().tp)
+
+
+def report_memory(name: str) -> None:
+    """Print the memory of the GPU on the first data-parallel rank."""
+    if parallel_state.get_data_parallel_rank() == 0:
+        print_device_memory(name)
 
 
 def check_adlr_autoresume_termination(

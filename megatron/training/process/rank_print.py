@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
+from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.rank_local import each_rank_owns
 from megatron.training.process.preflight import launch_problems
@@ -190,3 +191,13 @@ def setup_logging(logging_level: int | None) -> None:
             )
         logging_level = int(from_environment)
     root.setLevel(logging.INFO if logging_level is None else logging_level)
+
+
+def print_device_memory(title: str) -> None:
+    """Print the memory of this rank's GPU, in MiB, after ``title``."""
+    stats = device.memory_stats()
+    parts = " | ".join(
+        f"{key.replace('_', ' ')}: {stats[key] / 2**20}"
+        for key in ("allocated", "max_allocated", "reserved", "max_reserved")
+    )
+    print(f"[Rank {rank()}] {title} memory (MB) | {parts}", flush=True)

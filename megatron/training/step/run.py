@@ -26,7 +26,6 @@ collectives; whether it does must depend on nothing but the configuration and th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,6 +34,7 @@ from typing import Any, Literal
 from torch import nn
 
 from megatron.core.diagnostics.fault_injection import fault_point
+from megatron.core.diagnostics.log_once import warn_switched_off
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun.state_machine import RerunStateMachine
@@ -218,9 +218,6 @@ class TrainingRun(ModelRun):
         return replace(super().parts, optimizer=self.optimizer, scheduler=self.scheduler)
 
 
-logger = logging.getLogger(__name__)
-
-
 class SinkFailed(Exception):
     """Failure of a file, service or library that a sink writes to; the message gives the cause."""
 
@@ -242,14 +239,3 @@ def call_each(items: list[Any], act: Callable[[Any], object]) -> None:
                 raise
             items.remove(item)
             warn_switched_off(item.log_name, error)
-
-
-def warn_switched_off(log_name: str, error: Exception) -> None:
-    """Warn that the log ``log_name`` is not written for the rest of this run."""
-    logger.warning(
-        "%s is switched off for the rest of this run, training goes on: %s: %s",
-        log_name,
-        type(error).__name__,
-        error,
-        extra={"all_ranks": True},  # most sinks are on the last rank
-    )

@@ -223,3 +223,14 @@ def test_tokenizer_flags_can_be_had_alone() -> None:
     )
     assert set(own.split()) < set(parser.added)
     assert len(parser.added) - len(own.split()) == 10  # those of Megatron-LM
+
+
+def test_arguments_of_another_parser_are_named_and_a_run_can_be_forgotten() -> None:
+    global_vars.set_args(argparse.Namespace(num_layers=2))
+    assert global_vars.get_args().num_layers == 2
+    with pytest.raises(ConfigError, match=r"set_args\(\) lack '\w+': take those of parse_args"):
+        global_vars.get_timers()
+    global_vars.destroy_global_vars()
+    for kind in (RuntimeError, AssertionError):
+        with pytest.raises(kind, match="nothing runs yet"):
+            global_vars.get_args()

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from megatron.core import device
-from megatron.training.callbacks import energy as energy_module
+from megatron.core.diagnostics.energy import EnergyMonitor, Gpu
+from megatron.training.callbacks import default as energy_module
 from megatron.training.callbacks import periodic as exit_module
 from megatron.training.callbacks import progress_log as progress_module
-from megatron.training.callbacks.energy import EnergyMeter, energy_meter
+from megatron.training.callbacks.default import energy_monitor
 from megatron.training.callbacks.periodic import ExitConditions, ManualGC, TrainSync
 from megatron.training.callbacks.profiler import (
     MemoryHistory,
@@ -284,17 +285,19 @@ class FakeNvml:
 
 def test_energy_leaves_out_pauses() -> None:
     nvml = FakeNvml()
-    meter = EnergyMeter(nvml, "GPU-1")
-    meter.start()
+    meter = EnergyMonitor()
+    meter._gpu = Gpu(nvml, "GPU-1", "--log-energy")
+    meter.resume()
     nvml.counter += 500
     meter.pause()
     nvml.counter += 10_000
     meter.resume()
     nvml.counter += 1500
-    assert meter.lap_joules() == 2.0
+    assert meter.lap() == 2.0
     nvml.counter += 3000
-    assert meter.lap_joules() == 3.0
-    meter.close()
+    assert meter.lap() == 3.0
+    assert meter.get_total() == 5.0
+    meter.shutdown()
     assert not nvml.is_open
 
 
@@ -302,10 +305,10 @@ def test_energy_is_not_measured_where_nothing_counts(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert energy_meter() is None
+        assert energy_monitor() is None
     assert caplog.records[-1].getMessage().startswith("--log-energy is without effect: the CPU")
     monkeypatch.setattr(energy_module, "device", SimpleNamespace(is_cuda=lambda: True))
     monkeypatch.setattr(energy_module, "available", lambda package: False)
     with caplog.at_level(logging.WARNING):
-        assert energy_meter() is None
+        assert energy_monitor() is None
     assert "pip install nvidia-ml-py" in caplog.records[-1].getMessage()

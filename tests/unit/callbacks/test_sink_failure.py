@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from megatron.core import device
+from megatron.core.diagnostics.energy import EnergyMonitor, Gpu
 from megatron.training.callbacks import default
 from megatron.training.callbacks import straggler as straggler_module
 from megatron.training.callbacks import wandb as wandb_module
 from megatron.training.callbacks.default import default_callbacks
-from megatron.training.callbacks.energy import EnergyMeter
 from megatron.training.callbacks.profiler import MemoryHistory
 from megatron.training.callbacks.straggler import gpu_reader, report
 from megatron.training.step.run import Callback, CallbackList, CheckpointEvent
@@ -164,12 +164,13 @@ def test_a_gpu_that_is_lost_has_no_energy(
     caplog: pytest.LogCaptureFixture, good_calls: int
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        meter = EnergyMeter(LostGpu(good_calls), "GPU-1")
-        meter.start()
-        assert math.isnan(meter.lap_joules())
+        meter = EnergyMonitor()
+        meter._gpu = Gpu(LostGpu(good_calls), "GPU-1", "--log-energy")
+        meter.resume()
+        assert math.isnan(meter.lap())
         meter.pause()
         meter.resume()
-        meter.close()
+        meter.shutdown()
     (warning,) = switched_off(caplog)
     assert "(--log-energy)" in warning
     assert "GPU is lost" in warning

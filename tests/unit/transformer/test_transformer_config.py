@@ -17,6 +17,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.params.param_info import ParamInfo, name_parameters
 from megatron.core.params.param_init import initialize_parameters, new_parameter, param_info_for
+from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.layer_layout import layer_ranges
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -121,6 +122,36 @@ def test_contradictions_are_found_at_construction_and_at_the_use_of_a_changed_co
         setattr(config, name, value)
     with pytest.raises(ConfigError, match=message):
         MegatronModule(config)
+
+
+def test_graphs_of_later_releases_are_asked_for_by_name_and_scope() -> None:
+    config = config_of(cuda_graph_impl="local", cuda_graph_scope=[CudaGraphScope.attn])
+    assert (config.captures_layers, config.graph_scope) == (True, "attn")
+    config.cuda_graph_scope = [CudaGraphScope.full_iteration]
+    assert not config.captures_layers
+    config.cuda_graph_scope = []
+    assert config.graph_scope == "full"
+    config.cuda_graph_impl = "none"
+    assert not config.uses_graphs
+
+
+def test_fields_that_megatron_core_replaced_have_their_effect() -> None:
+    config = config_of(num_moe_experts=4, moe_layer_recompute=True, num_layers=4)
+    assert {*config.modules_to_recompute} == {"moe"}
+    config = config_of(num_moe_experts=4, moe_router_topk_limited_devices=1)
+    assert (config.moe_router_group_topk, config.moe_router_num_groups) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_layers", "x"), ("hidden_size", "32"), ("params_dtype", "float32"), ("window_size", 3)],
+)
+def test_a_value_of_another_type_is_named(name: str, value: object) -> None:
+    message = f"{name} .*: a value of type "
+    with pytest.raises(ConfigError, match=message):
+        config_of(**{name: value})
+    with pytest.raises(ConfigError, match=message):
+        setattr(config_of(), name, value)
 
 
 def test_one_value_or_a_list_may_be_given() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from megatron.core.config import flag_messages
 from megatron.core.config.option import option
+from megatron.core.model_parallel_config import as_tuple
 
 _training = partial(option, group="training")
 
@@ -129,19 +131,31 @@ class CudaGraphConfig:
         False,
         "Alias of --enable-cuda-graph; does not need Transformer Engine.",
     )
-    cuda_graph_scope: str = _inference(
+    cuda_graph_impl: str = "none"  # local: enable_cuda_graph; transformer_engine: the other one
+    cuda_graph_scope: str | Sequence[Any] = _inference(
         "full",
         "Scope of CUDA graph capture: each layer (full), its attention (attn), or all "
         "micro-batches of a step (full_iteration).",
         choices=("full", "attn", "full_iteration"),
+        parse=str,
     )
 
     @property
     def uses_graphs(self) -> bool:
         """Whether CUDA graphs are captured."""
-        return self.enable_cuda_graph or self.external_cuda_graph
+        is_asked = self.enable_cuda_graph or self.external_cuda_graph
+        return is_asked or self.cuda_graph_impl != "none"
+
+    @property
+    def graph_scope(self) -> str:
+        """What a graph contains: full (a layer), attn or full_iteration.
+
+        A list of `CudaGraphScope` without the last two means complete layers.
+        """
+        names = [getattr(scope, "name", scope) for scope in as_tuple(self.cuda_graph_scope)]
+        return next((name for name in ("full_iteration", "attn") if name in names), "full")
 
     @property
     def captures_layers(self) -> bool:
         """Whether each layer is captured on its own, not the complete iteration."""
-        return self.uses_graphs and self.cuda_graph_scope != "full_iteration"
+        return self.uses_graphs and self.graph_scope != "full_iteration"

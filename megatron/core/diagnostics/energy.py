@@ -1,45 +1,40 @@
-"""Counters of this rank's GPU in NVML, and the energy that all GPUs of the run use (--log-energy).
+"""Counters of this rank's GPU in NVML, and the energy that all GPUs of the run use.
 
 A failure never ends a run, and never makes a rank skip a collective.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
 from megatron.core import device
+from megatron.core.diagnostics.log_once import warn_switched_off
 from megatron.core.optional import available, require
 from megatron.core.parallel.collectives import values_of_ranks
-from megatron.training.step.run import warn_switched_off
-
-logger = logging.getLogger(__name__)
 
 
-def energy_meter() -> EnergyMeter | None:
-    """Return the meter of this rank's GPU; without a GPU or NVML warn and return None."""
-    if not device.is_cuda():
-        logger.warning("--log-energy is without effect: the CPU has no energy counter to read")
-        return None
-    if not available("pynvml"):
-        logger.warning("--log-energy is without effect: pip install nvidia-ml-py")
-        return None
-    return EnergyMeter(require("pynvml", "--log-energy"), device.uuid())
+class EnergyMonitor:
+    """Energy that the GPUs of all ranks use, except while paused; 0 without NVML.
 
+    `lap` and `get_total` are collective over all ranks, and NaN if the counter of any rank cannot
+    be read.  NVML's counter is in mJ.
+    """
 
-class EnergyMeter:
-    """Sum the energy that one GPU uses, except while paused."""
-
-    def __init__(self, nvml: Any, uuid: str) -> None:
-        self._gpu = Gpu(nvml, uuid, "--log-energy")
-        self._used_mj = 0.0
+    def __init__(self) -> None:
+        self._gpu: Gpu | None = None
+        self._used_mj = self._total_mj = 0.0
         self._since_mj: float | None = None  # the counter when measuring began; None while paused
 
-    def start(self) -> None:
-        """Start to measure."""
-        self._used_mj = 0.0
-        self._since_mj = self._counter_mj()
+    def setup(self) -> None:
+        """Connect to NVML."""
+        if device.is_cuda() and available("pynvml"):
+            self._gpu = Gpu(require("pynvml", "--log-energy"), device.uuid(), "--log-energy")
+
+    def shutdown(self) -> None:
+        """Disconnect from NVML."""
+        if self._gpu is not None:
+            self._gpu.close()
 
     def pause(self) -> None:
         """Stop counting until `resume`."""
@@ -48,25 +43,28 @@ class EnergyMeter:
             self._since_mj = None
 
     def resume(self) -> None:
-        """Continue to count."""
+        """Start, or continue, to count."""
         self._since_mj = self._counter_mj()
 
-    def lap_joules(self) -> float:
-        """Return the energy in J of all ranks since `start` or the last call.
-
-        Collective over all ranks.  NaN if the counter of any rank cannot be read.
-        """
+    def lap(self) -> float:
+        """Return the energy in J of all ranks since the last call, and start again."""
         self.pause()
         used_mj = self._used_mj
-        self.start()
-        return sum(mj for (mj,) in values_of_ranks([used_mj])) / 1000.0
+        self._used_mj = 0.0
+        self._total_mj += used_mj
+        self.resume()
+        return _joules_of_ranks(used_mj)
 
-    def close(self) -> None:
-        """Release NVML."""
-        self._gpu.close()
+    def get_total(self) -> float:
+        """Return the energy in J of all ranks in all laps."""
+        return _joules_of_ranks(self._total_mj)
 
     def _counter_mj(self) -> float:
-        return float(self._gpu.read("TotalEnergyConsumption"))
+        return 0.0 if self._gpu is None else float(self._gpu.read("TotalEnergyConsumption"))
+
+
+def _joules_of_ranks(used_mj: float) -> float:
+    return sum(mj for (mj,) in values_of_ranks([used_mj])) / 1000.0
 
 
 class Gpu:
