@@ -14,7 +14,7 @@ OTHER_CPUS = ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 \
 	ONEDNN_MAX_CPU_ISA=AVX2 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_CBWR=COMPATIBLE
 
 .PHONY: help check format test test-unit test-cpus test-dist test-slow test-all test-host-gpu fuzz \
-	fuzz-reshard fuzz-files kill soak bench docs quickstart
+	fuzz-reshard fuzz-files kill soak bench docs site quickstart
 
 help:
 	@echo "make check       ruff, mypy, the laws of the repository"
@@ -32,6 +32,7 @@ help:
 	@echo "make soak N=5000 thousands of steps with saves: memory, descriptors and threads stay flat"
 	@echo "make bench       every benchmark, one after the other"
 	@echo "make docs        write docs/{tree,flags,matrix,features}.md, which are not committed, and architecture.md"
+	@echo "make site        the guide and a reference as a web site, in build/site"
 	@echo "make format      ruff format and ruff's own fixes"
 	@echo "make quickstart  from a corpus to a trained model that writes text"
 
@@ -101,6 +102,11 @@ bench:
 
 docs:
 	@python=$$(tools/env.sh) && for page in tree features flags matrix architecture; do $$python tools/dev/$$page.py || exit 1; done
+
+site: docs
+	@python=$$(tools/env.sh) && $$python -c "import sphinx, myst_parser, furo" || { \
+		echo "make site: $$python -m pip install -e '.[docs]' first"; exit 1; }
+	@python=$$(tools/env.sh) && $$python -m sphinx -q -j auto docs build/site && echo build/site/index.html
 
 quickstart:
 	@bash examples/quickstart.sh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 
 import pytest
 
@@ -55,6 +56,21 @@ def test_the_extras_of_the_readme_and_of_missing_packages_are_those_that_pip_kno
     named = (ROOT / "README.md").read_text().split("Extras: ")[1].split("\n\n")[0]
     assert set(re.findall(r"`\[(\w+)\]`", named)) == set(extras)
     assert set(optional._EXTRA.values()) <= set(extras)
+
+
+def test_the_site_leads_to_every_page_and_its_modules_exist():
+    conf = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    index = [(ROOT / "docs" / "index.md").read_text()]
+    conf["add_navigation"](None, "index", index)
+    _, *trees = index[0].split("```{toctree}")
+    listed = [line for tree in trees for line in tree.splitlines() if re.fullmatch(r"[\w/]+", line)]
+    generated = {tool.TARGET for tool in (features, flags, matrix, tree)}
+    pages = {p.stem for p in {*(ROOT / "docs").glob("*.md")} - generated} - {"index"}
+    assert {page for page in listed if "/" not in page} - {t.stem for t in generated} == pages
+    assert len(listed) == len({*listed})
+    modules = " ".join(conf["_MODULES"].values()).split()
+    found = [ROOT / module.replace(".", "/") for module in modules]
+    assert all(path.with_suffix(".py").is_file() or path.is_dir() for path in found)
 
 
 def test_a_sentence_ends_at_its_full_stop(tmp_path):
