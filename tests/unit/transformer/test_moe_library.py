@@ -191,6 +191,18 @@ def test_grouped_experts_compute_and_save_with_adapters_around_their_layers() ->
     assert adapter.key == "mlp.experts.experts.linear_fc1.adapter.weight"
 
 
+def test_hooks_and_replaced_experts_use_megatrons_pairs() -> None:
+    layer: Any = layer_of()
+    x = torch.randn(6, 2, 4, dtype=torch.float64)
+    plain, _ = layer(x)
+    hook = layer.router.register_forward_hook(lambda _, args, out: (2 * out[0], out[1]))
+    torch.testing.assert_close(layer(x)[0], 2 * plain)
+    hook.remove()
+    for expert in layer.experts.local_experts.children():
+        expert.forward = lambda rows, weights: (0 * rows, rows * weights.unsqueeze(1))
+    torch.testing.assert_close(layer(x)[0], x)
+
+
 def test_tokens_of_experts_are_counted_from_a_map_too() -> None:
     router = layer_of(
         moe_router_enable_expert_bias=True,

@@ -55,10 +55,10 @@ _MATRICES = ("linear_fc1", "linear_fc2")
 class Expert(MLP):
     """An MLP whose output is multiplied by the router's weight of each token."""
 
-    def forward(self, rows: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
-        """Compute rows [m, h], weighted by ``weights`` [m], -> [m, h]."""
+    def forward(self, rows: Tensor, weights: Tensor) -> WithBias:  # type: ignore[override]
+        """Compute rows [m, h], weighted by ``weights`` [m], -> [m, h], and None (no bias left)."""
         inner, _ = self.linear_fc1(rows)
-        return self.biased(*self.narrow(inner, weights, self.linear_fc2), weights)
+        return self.biased(*self.narrow(inner, weights, self.linear_fc2), weights), None
 
     def biased(self, result: Tensor, bias: Tensor | None, weights: Tensor) -> Tensor:
         """Add the weighted bias once per group: [m, h], [h] or [m, h], [m] -> [m, h]."""
@@ -219,7 +219,9 @@ class Experts(MegatronModule):
             return first.biased(*narrow, weights), None
         sizes = list(counts)
         parts = zip(self._in_order, rows.split(sizes), weights.split(sizes), strict=True)
-        return torch.cat([expert(mine, weight) for expert, mine, weight in parts]), None
+        results = [expert(mine, weight) for expert, mine, weight in parts]
+        # A bias is left by experts of projects only.
+        return torch.cat([y if bias is None else y + bias for y, bias in results]), None
 
     def _grouped(self, rows: Tensor, groups: RowGroups, name: str) -> WithBias:
         """Multiply rows by their experts' weights ``name``; also return each row's bias."""

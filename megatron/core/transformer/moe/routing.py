@@ -51,6 +51,10 @@ class RoutingResult:
         yield probs[:, :-1]
         yield torch.zeros_like(probs, dtype=torch.bool).scatter_(1, self.experts, True)[:, :-1]
 
+    def __getitem__(self, place: int) -> Tensor:
+        pair: list[Tensor] = [*self]
+        return pair[place]
+
     @classmethod
     def of(cls, routing: RoutingResult | tuple[Tensor, Tensor]) -> RoutingResult:
         """Convert Megatron Core's pair; reads the largest number of experts of a token."""
