@@ -17,7 +17,11 @@ from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.generation import GenerationLayout
 from megatron.inference.llm import LLM
-from megatron.training.checkpointing.model_folder_args import local_folder
+from megatron.training.arguments.parser import parse_args
+from megatron.training.checkpointing.model_folder_args import (
+    local_folder,
+    start_from_model_folder,
+)
 from megatron.training.checkpointing.paths import read_content, resolve_folder
 from megatron_commands import command_line
 from tests.golden.make_sft_losses import conversations, write_model
@@ -25,7 +29,7 @@ from tests.repo.source import ROOT
 from tests.support import tolerances
 from tests.support.pages import commands_of
 from tests.support.ranks import run_ranks
-from tests.support.runs import losses, refusal, run_gpt
+from tests.support.runs import defaults_of, losses, refusal, run_gpt
 
 models = pytest.importorskip("tests.support.hugging_face_models", reason="needs transformers")
 
@@ -205,9 +209,25 @@ def test_one_line_trains_on_preferences(number: int, chat: Path, tmp_path: Path)
     assert config["architectures"] == [f"LlamaFor{kind}"]
 
 
-def test_default_sizes_fit_the_ranks(chat: Path) -> None:
-    said = refused(chat / "model", chat, "--sft --check-only --check-world-size 32")
-    assert "Error" not in said.replace("RuntimeError: Found empty", "")  # of Transformer Engine
+@pytest.mark.parametrize(
+    ("flags", "ranks", "batch", "rate"),
+    [
+        ("--sft", 1, 8, 1e-5),
+        ("--sft --lora-rank 4 --micro-batch-size 3", 2, 12, 1e-4),
+        ("--dpo-beta 0.1 --tensor-model-parallel-size 2", 64, 32, 1e-6),
+        ("--reward-model --check-only --check-world-size 32", 1, 32, 1e-5),
+        ("--sft --virtual-ranks 4 --lr 1e-2 --global-batch-size 4", 1, 4, 1e-2),
+    ],
+)
+def test_defaults_fit_the_ranks_and_the_objective(
+    flags: str, ranks: int, batch: int, rate: float, chat: Path
+) -> None:
+    words = f"--device cpu --load {chat / 'model'} --data-path data.jsonl {flags}".split()
+    args = parse_args(argv=words, args_defaults=defaults_of("pretrain_gpt.py"))
+    start_from_model_folder(args, ranks, trains=True)
+    assert (args.global_batch_size, args.lr) == (batch, rate)
+    assert (args.seq_length, args.epochs) == (128, 3.0 if "--sft" in flags else 1.0)
+    assert args.tokenizer_type == "HuggingFaceTokenizer"
 
 
 def test_a_folder_is_a_teacher(chat: Path, tmp_path: Path) -> None:
