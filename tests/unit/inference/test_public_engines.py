@@ -45,9 +45,11 @@ def dynamic_engine(**sizes: Any) -> DynamicInferenceEngine:
     return DynamicInferenceEngine(controller, scripts.context_of(**sizes), None, False)
 
 
-def by_hand(prompt: str, count: int) -> tuple[list[int], list[float], list[float]]:
+def by_hand(
+    prompt: str, count: int, model: torch.nn.Module | None = None
+) -> tuple[list[int], list[float], list[float]]:
     """Greedy tokens and log-probs of prompt and output, from forward passes without a cache."""
-    model = scripts.model_of(1, {}).eval()
+    model = (scripts.model_of(1, {}) if model is None else model).eval()
     tokens = Letters().tokenize(prompt)
     num_prompt = len(tokens)
     with torch.no_grad():
@@ -101,6 +103,17 @@ def test_a_static_script_gets_every_field_of_its_answers() -> None:
             answer["generated_segments"], answer["generated_top_n_logprobs"], strict=True
         ):
             assert segment == max(top, key=lambda text: top[text])
+
+
+def test_an_attention_core_that_a_project_has_changed_answers() -> None:
+    model = scripts.model_of(1, {})
+    core = model.decoder.layers[0].self_attention.core_attention
+    core.register_forward_hook(lambda module, given, output: -3 * output)
+    engine = StaticInferenceEngine(scripts.controller_of(model))
+    (answer,) = engine.generate(PROMPTS[:1], sampling_params=GREEDY)
+    changed = by_hand(PROMPTS[0], 6, model)[0]
+    assert changed != by_hand(PROMPTS[0], 6)[0]
+    assert [t for t in answer.generated_tokens if t != Letters.eod] == changed
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnMaskType
+from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -281,6 +283,8 @@ def test_a_rotary_embedding_and_attention_of_a_project_deal_in_angles() -> None:
     changed, forward = gpt().eval(), rotary.forward
     changed.rotary_pos_emb.forward = lambda *args, **kwargs: forward(*args, **kwargs) / 2
     torch.testing.assert_close(changed(*tokens(), None), model(*tokens(), None))
+    with pytest.raises(ConfigError, match="forward is replaced"):
+        changed(*tokens(), None, inference_context=StaticInferenceContext(2, LENGTH))
 
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.module = OwnAttention

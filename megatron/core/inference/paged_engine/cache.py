@@ -38,6 +38,7 @@ from megatron.core.models.multimodal.qwen2_vl_model import MERGE
 from megatron.core.models.multimodal.splicing import splice
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.kv_cache import Core, PositionBias, State
+from megatron.core.transformer.module import is_plain
 
 
 class PagedCache:
@@ -295,7 +296,7 @@ class BatchView:
         store(keys, values, key[:, 0], value[:, 0], self._at)
         if not value.shape[-1]:
             values = keys
-        if bias is None and isinstance(core, DotProductAttention):
+        if bias is None and isinstance(core, DotProductAttention) and is_plain(core):
             rule = core.paged_rule(query)
             assert self._batch is not None, "the pass has called prepare()"
             given = (query[:, 0], keys, values, self._batch)
@@ -308,7 +309,7 @@ class BatchView:
         for segment, rows in zip(self._segments, self._rows, strict=True):
             k, v = (self._gathered(x, segment).to(query.dtype) for x in (keys, values))
             table = None if bias is None else bias(segment.start, len(segment.tokens), len(k))
-            parts.append(core(query[rows], k, v, attention_bias=table))
+            parts.append(core(query[rows], k, v, None, attention_bias=table))
         return torch.cat(parts)
 
     def attend_to_other(

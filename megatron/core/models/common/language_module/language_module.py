@@ -307,6 +307,11 @@ class LanguageModule(MegatronModule):
         ):
             return rotary.table_of_grid(position_ids, self.config.mrope_section or (), dtype)
         if cache is not None:
+            if is_replaced(rotary, "forward"):
+                raise ConfigError(
+                    f"{type(rotary).__name__}.forward is replaced, but a pass with a KV cache "
+                    "makes its own angles: change inv_freq, or pass no inference_context"
+                )
             return rotary.table_at(*cache.positions(num_tokens), dtype)
         total = num_tokens * cp.size()
         if packed is None:
