@@ -38,13 +38,17 @@ TRAINING = (
     "--train-iters 2 --mock-data --log-interval 1 --eval-interval 1000 --eval-iters 1 "
     "--num-workers 0 --no-create-attention-mask-in-dataloader"
 ).split()
-STILL = "--lr 0 --min-lr 0 --weight-decay 0 --moe-token-dispatcher-type alltoall".split()
+STILL = (
+    "--lr 0 --min-lr 0 --weight-decay 0 --moe-token-dispatcher-type alltoall "
+    "--moe-router-bias-update-rate 0"
+).split()
 TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
 # Case of the models -> more flags of several ranks
 CASES = {
     "llama": TP2_PP2,
     "qwen3": f"{TP2_PP2} --ckpt-fully-parallel-load",
     "qwen3 moe": f"{TP2_PP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    "deepseek v3": f"{TP2_PP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
     "llama 3, tied": "--use-distributed-optimizer --tensor-model-parallel-size 2",
     "gpt2": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
 }
