@@ -7,11 +7,30 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.repo import library_api
 from tests.repo.source import ROOT
 
 RECORD = ROOT / "tests/golden/library_differences.json"  # reason -> the places that differ
 REASONS = {p: why for why, places in json.loads(RECORD.read_text()).items() for p in places}
+
+
+STARS = {  # what mbridge takes by ``from module import *``
+    "transformer.attention": "SelfAttention Tensor Optional Union Tuple BaseInferenceContext "
+    "PackedSeqParams deprecate_inference_params",
+    "transformer.transformer_block": "TransformerBlock Tensor PackedSeqParams Union Optional "
+    "BaseInferenceContext deprecate_inference_params WrappedTensor make_viewless_tensor "
+    "nullcontext get_fp8_context te_checkpoint Fp8Recipe tensor_parallel parallel_state torch",
+    "models.common.embeddings.rope_utils": "TransformerConfig Tensor fused_apply_rotary_pos_emb",
+}
+
+
+@pytest.mark.parametrize("module", STARS)
+def test_an_import_of_everything_has_what_projects_use(module):
+    names: dict = {}
+    exec(f"from megatron.core.{module} import *", names)
+    assert [name for name in STARS[module].split() if name not in names] == []
 
 
 def test_names_signatures_and_fields_are_those_of_megatron_core():

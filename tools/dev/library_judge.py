@@ -2,7 +2,7 @@
 
     python tools/dev/library_judge.py [--theirs FOLDER] [--cases NAME ...] [--record]
 
-Runs `tests/support/megatron_core_cases.py` with NVIDIA's wheel from PyPI and with this checkout,
+Runs `tests/support/megatron_core_cases` with NVIDIA's wheel from PyPI and with this checkout,
 and compares the values that each case returns: losses, gradients by name, updated weights, keys and
 shapes of checkpoints, ranks of groups.  Without ``--theirs`` it downloads the wheel.  Both run in
 this Python, without Transformer Engine; without a GPU, torch.cuda is emulated.  ``--record`` writes
@@ -25,12 +25,14 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from tools.dev.lib.fingerprints import fingerprint  # noqa: E402
+from tools.dev.lib.fingerprints import differences, fingerprint  # noqa: E402
+from tools.dev.lib.timed_commands import run_to_file  # noqa: E402
 
-CASES = ROOT / "tests/support/megatron_core_cases.py"
+CASES = ROOT / "tests/support/megatron_core_cases"
+PROGRAM = ROOT / "tools/dev/lib/library_cases.py"
 RECORD = ROOT / "tests/golden/megatron_core_values.json"
+_LIMIT_S = 900.0  # of all cases with one library
 RELEASE = "megatron-core==0.14.0"
-TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # fp32, other orders of additions
 
 
 def main() -> int:
@@ -42,18 +44,23 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         theirs = options.theirs or _download(Path(folder))
-        blocked = Path(folder, "blocked")
-        blocked.mkdir()
-        blocked.joinpath("transformer_engine.py").write_text("raise ModuleNotFoundError\n")
+        first = Path(folder, "first")  # on the path of either library, before it
+        first.mkdir()
+        first.joinpath("transformer_engine.py").write_text("raise ModuleNotFoundError\n")
+        first.joinpath("cases").symlink_to(CASES)
         results = [
-            _run([blocked, library], Path(folder, name), options.cases)
+            _run([first, library], Path(folder, name), options.cases)
             for name, library in (("theirs", theirs), ("ours", ROOT))
         ]
     if options.record:
         _record(results[0])
     failed = 0
     for name, expected in results[0].items():
-        problems = [*_differences(expected, results[1].get(name))]
+        raised = [v for v in (expected, results[1].get(name)) if isinstance(v, str)]
+        for text in raised:
+            print(text, file=sys.stderr)
+        problems = [text.strip().splitlines()[-1] for text in raised]
+        problems = problems or [*differences(expected, results[1].get(name))]
         failed += bool(problems)
         print(f"{name}: {'; '.join(problems[:5]) or f'{len(expected)} values equal'}")
     return 1 if failed else 0
@@ -73,9 +80,11 @@ def _run(paths: list[Path], output: Path, cases: list[str]) -> dict[str, Any]:
     """Run the cases with ``paths`` as PYTHONPATH; return their values by case and rank."""
     output.mkdir()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, CASES, output, *cases], env=env, check=True, stderr=subprocess.DEVNULL
-    )
+    with (output / "log").open("w") as log:
+        code = run_to_file([sys.executable, PROGRAM, output, *cases], log, _LIMIT_S, env=env)
+    if code != 0:
+        print((output / "log").read_text())
+        raise subprocess.CalledProcessError(code or 1, PROGRAM)
     files = sorted(output.glob("*.pt"))
     return {n: v for f in files for n, v in torch.load(f, weights_only=True).items()}
 
@@ -87,37 +96,6 @@ def _record(values: dict[str, Any]) -> None:
     known |= {name: fingerprint(value) for name, value in values.items()}
     rows = (f"{json.dumps(name)}: {json.dumps(known[name])}" for name in sorted(known))
     RECORD.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-
-
-def _differences(expected: Any, found: Any, place: str = "") -> Any:
-    """Yield a sentence for each value that differs."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        if "error" in expected or "error" in found:
-            yield from (
-                v["error"].strip().splitlines()[-1] for v in (expected, found) if "error" in v
-            )
-            return
-        for key in expected.keys() | found.keys():
-            if key in expected and key in found:
-                yield from _differences(expected[key], found[key], key)
-            else:
-                yield f"{key} is only {'theirs' if key in expected else 'ours'}"
-    elif torch.is_tensor(expected) and torch.is_tensor(found):
-        try:
-            torch.testing.assert_close(found.detach(), expected.detach(), **TOLERANCE)
-        except AssertionError as error:
-            shapes = f"{tuple(found.shape)} {tuple(expected.shape)}"
-            yield f"{place}: {str(error).splitlines()[0]} {shapes}"
-    elif isinstance(expected, list | tuple) and isinstance(found, list | tuple):
-        if len(expected) != len(found):
-            yield f"{place}: {len(found)} entries, not {len(expected)}"
-        for one, other in zip(expected, found, strict=False):
-            yield from _differences(one, other, place)
-    elif isinstance(expected, float) and isinstance(found, float):
-        if abs(expected - found) > 2e-5 * max(1, abs(expected)):
-            yield f"{place}: {found}, not {expected}"
-    elif expected != found:
-        yield f"{place}: {found}, not {expected}"
 
 
 if __name__ == "__main__":

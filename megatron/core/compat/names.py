@@ -172,10 +172,12 @@ core.transformer.transformer_block <- core.compat.transformer: Optional Union te
 core.transformer.transformer_block <- core.compat.utils: WrappedTensor make_viewless_tensor
 core.transformer.transformer_block <- core.enums: Fp8Recipe
 core.transformer.transformer_block <- core.inference.v014.contexts: BaseInferenceContext
+core.transformer.transformer_block <- core.packed_seq_params: PackedSeqParams
 core.transformer.transformer_block <- core.parallel.parallel_state: parallel_state=
 core.transformer.transformer_block <- core.tensor_parallel: tensor_parallel=
 core.transformer.transformer_block <- core.transformer.layer_layout: get_num_layers_to_build
     get_transformer_layer_offset
+core.transformer.transformer_block <- core.utils: deprecate_inference_params
 core.transformer.transformer_layer <- core.transformer.layer_layout: get_transformer_layer_offset
 # -- Experts, fusions and state-space layers
 core.fusions.fused_bias_dropout <- core.compat.fusions: bias_dropout_add_fused_inference

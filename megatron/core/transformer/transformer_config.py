@@ -184,12 +184,15 @@ class MLATransformerConfig(TransformerConfig):
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     original_max_position_embeddings: int = 4096
+    max_position_embeddings: int | None = None  # its name before v0.14, which mbridge passes
     beta_fast: float = 32.0
     beta_slow: float = 1.0
 
     def derive(self) -> None:
         """Set the fields by which the other configs adjust YaRN."""
         super().derive()
+        if self.max_position_embeddings is not None:
+            self.original_max_position_embeddings = self.max_position_embeddings
         self.yarn_original_max_position_embeddings = self.original_max_position_embeddings
         self.yarn_beta_fast = self.beta_fast
         self.yarn_beta_slow = self.beta_slow

@@ -1,16 +1,19 @@
-"""Calls of torch.cuda that answer for the CPU, for projects that call them without asking.
+"""Calls of torch.cuda that answer for the CPU, for programs that make them without asking.
 
-`EMULATED` lists each function that `emulate` replaces; the files of a project stay as they are.
-With a GPU nothing is replaced.
+NVIDIA's Megatron Core and the projects that build on it do.  Their files stay as they are.  With a
+GPU nothing is replaced.
 """
 
 from __future__ import annotations
 
-import contextlib
+import os
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 from torch.utils._contextlib import _DecoratorContextManager
 
 CPU = torch.device("cpu")
@@ -30,11 +33,12 @@ class _Nothing(_DecoratorContextManager):
     def __exit__(self, *error: object) -> None:
         pass
 
-    def record(self, *args: object) -> _Nothing:
+    def record(self, *args: object, **kwargs: object) -> _Nothing:
         """Do nothing, as every method here."""
         return self
 
     wait = synchronize = wait_stream = wait_event = record_event = record
+    range_push = range_pop = range = record  # of torch.cuda.nvtx
 
     def elapsed_time(self, other: object) -> float:
         """Return no time."""
@@ -45,11 +49,39 @@ class _Nothing(_DecoratorContextManager):
         return True
 
 
-def _same(value: Any, *args: object, **kwargs: object) -> Any:
-    return value
+class _OnCpu(TorchFunctionMode):
+    """Runs torch's functions on the CPU, whatever device their arguments name."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call the function with other devices, or its stand-in."""
+        kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if function is torch.Tensor.record_stream:
+            return None
+        if function is torch.Tensor.to and isinstance(args[1] if args[1:] else None, int):
+            args = (args[0], CPU, *args[2:])
+        found = function(*map(_on_cpu, args), **kwargs)
+        if function is torch.Tensor.type and isinstance(found, str):
+            return found.replace("torch.", "torch.cuda.")  # NVIDIA's dispatch of dtypes asks it
+        return found
 
 
-_scatter = torch.distributed.scatter
+def _on_cpu(value: Any) -> Any:
+    is_device = isinstance(value, str | torch.device) and str(value).startswith("cuda")
+    return CPU if is_device else value
+
+
+def _returns(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+_scatter, _exchange = dist.scatter, dist.all_to_all_single
 
 
 def _scatter_whole(
@@ -59,41 +91,31 @@ def _scatter_whole(
     return _scatter(tensor, shares, **more)
 
 
-def _on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def created(*args: Any, pin_memory: bool = False, **more: Any) -> Any:
-        return create(*map(_cpu_for, args), **{k: _cpu_for(v) for k, v in more.items()})
-
-    return created
-
-
-def _cpu_for(value: Any) -> Any:
-    """Return the CPU in place of a GPU, and other arguments as they are."""
-    is_device = isinstance(value, str | torch.device)
-    return CPU if is_device and str(value).startswith("cuda") else value
-
-
-def _returns(value: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: value
+def _exchange_by_lists(*args: Any, **kwargs: Any) -> Any:
+    sizes = {k: v.tolist() if torch.is_tensor(v) else v for k, v in kwargs.items()}
+    return _exchange(*args, **sizes)
 
 
 # (object, name of the function) -> what takes its place.
 EMULATED: dict[tuple[Any, str], Any] = {
-    # Devices: the CPU is the current one.
+    # Devices: the CPU is the current one, and each process of a machine has one.
+    (torch.cuda, "is_initialized"): _returns(True),
+    (torch.cuda, "_lazy_init"): _returns(None),
+    (torch.cuda, "_lazy_call"): lambda function, **_: function(),
     (torch.cuda, "current_device"): _returns(CPU),
-    (torch.cuda, "device_count"): _returns(1),
+    (torch.cuda, "device_count"): lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     (torch.cuda, "set_device"): _returns(None),
     (torch.cuda, "device"): _Nothing,
-    (torch.Tensor, "cuda"): _same,
-    (torch.Tensor, "to"): _on_cpu(torch.Tensor.to),
-    (torch.nn.Module, "cuda"): _same,
+    (torch.nn.Module, "cuda"): lambda module, *_: module,
     # Streams and events: work is done when a call returns.
     (torch.cuda, "Stream"): _Nothing,
     (torch.cuda, "Event"): _Nothing,
     (torch.cuda, "stream"): _Nothing,
-    (torch.cuda, "current_stream"): _returns(_Nothing()),
-    (torch.cuda, "default_stream"): _returns(_Nothing()),
+    (torch.cuda, "current_stream"): _Nothing,
+    (torch.cuda, "default_stream"): _Nothing,
     (torch.cuda, "synchronize"): _returns(None),
-    # Memory: none is used on a GPU; pinned memory is memory.
+    (torch.cuda, "nvtx"): _Nothing(),
+    # Memory: none is used on a GPU.
     (torch.cuda, "empty_cache"): _returns(None),
     (torch.cuda, "memory_allocated"): _returns(0),
     (torch.cuda, "memory_reserved"): _returns(0),
@@ -101,39 +123,25 @@ EMULATED: dict[tuple[Any, str], Any] = {
     (torch.cuda, "max_memory_reserved"): _returns(0),
     (torch.cuda, "reset_peak_memory_stats"): _returns(None),
     (torch.cuda, "mem_get_info"): _returns((0, 1)),
-    (torch.Tensor, "pin_memory"): _same,
-    (torch, "empty"): _on_cpu(torch.empty),
-    (torch, "tensor"): _on_cpu(torch.tensor),
-    (torch, "zeros"): _on_cpu(torch.zeros),
-    # Its functions may create tensors, by the functions that are replaced.
-    (torch.jit, "script"): _same,
-    (torch.Tensor, "record_stream"): _returns(None),
-    # gloo scatters the wrong elements of a tensor that is not contiguous; NCCL the right ones.
-    (torch.distributed, "scatter"): _scatter_whole,
     # Random numbers: those of the CPU.
-    (torch.cuda, "get_rng_state"): lambda *args: torch.get_rng_state(),
-    (torch.cuda, "set_rng_state"): lambda state, *args: torch.set_rng_state(state),
+    (torch.cuda, "manual_seed"): torch.manual_seed,
+    (torch.cuda, "default_generators"): defaultdict(lambda: torch.default_generator),
+    (torch.cuda, "get_rng_state"): lambda *_, **__: torch.get_rng_state(),
+    (torch.cuda, "set_rng_state"): lambda state, *_, **__: torch.set_rng_state(state),
+    (torch.cuda.random, "get_rng_state"): lambda *_, **__: torch.get_rng_state(),
+    (torch.cuda.random, "set_rng_state"): lambda state, *_, **__: torch.set_rng_state(state),
+    # gloo scatters the wrong elements of a tensor that is not contiguous, and takes sizes as lists.
+    (dist, "scatter"): _scatter_whole,
+    (dist, "all_to_all_single"): _exchange_by_lists,
+    (torch.jit, "script"): lambda function, **_: function,
+    (torch, "compile"): lambda function=None, **_: function or (lambda inner: inner),
 }
 
 
-def names() -> list[str]:
-    """Return the names of the functions that are replaced."""
-    return [
-        f"{place.__module__ if isinstance(place, type) else ''}{_name(place)}.{name}"
-        for place, name in EMULATED
-    ]
-
-
-def _name(place: Any) -> str:
-    return f".{place.__qualname__}" if isinstance(place, type) else place.__name__
-
-
 def emulate() -> None:
-    """Replace the functions, if this machine has no GPU; say so."""
+    """Replace the functions, if this machine has no GPU."""
     if torch.cuda.is_available():
         return
     for (place, name), stand_in in EMULATED.items():
         setattr(place, name, stand_in)
-    with contextlib.suppress(AttributeError):
-        torch.cuda.nvtx = _Nothing()
-    print(f"emulated: {', '.join(names())}")
+    _OnCpu().__enter__()

@@ -55,4 +55,4 @@ def install() -> None:
             del sys.modules[name]
         sys.meta_path.insert(0, _Finder())
         importlib.import_module(f"{PACKAGE}.pytorch.ops")
-        print(f"emulated: {PACKAGE} (classes without functions)")
+        print(f"imports:   emulated: {PACKAGE} (classes without functions)")

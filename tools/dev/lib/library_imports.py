@@ -1,6 +1,7 @@
 """Import a project's modules that import megatron: python -m tools.dev.lib.library_imports PACKAGE.
 
-Prints how many of them import, and for each error how many modules it stops.
+Prints how many of them import, and for each error how many modules it stops;
+`tools/dev/library_projects.py` reads these lines.
 """
 
 from __future__ import annotations
@@ -13,18 +14,15 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from tools.dev.lib import emulated_cuda, emulated_transformer_engine
+from tools.dev.lib import supplied_names
 
-_NEED_ENGINE = ("mcore_bridge", "swift")  # they import Transformer Engine without asking for it
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError)
 _OTHERS = (OSError, RuntimeError, SyntaxError, TypeError, ValueError)
 
 
 def main(package: str) -> None:
     """Import, and print the table."""
-    emulated_cuda.emulate()
-    if package in _NEED_ENGINE:
-        emulated_transformer_engine.install()
+    supplied_names.prepare(package)
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(package)
@@ -42,9 +40,9 @@ def main(package: str) -> None:
             ]
             place = places[-1] if places else traceback.FrameSummary(str(file), 0, "")
             errors[f"{Path(place.filename).name}:{place.lineno}: {error!r}"[:200]] += 1
-    print(f"{len(wanted) - sum(errors.values())} of {len(wanted)} modules import")
+    print(f"imports: {len(wanted) - sum(errors.values())} of {len(wanted)} modules import")
     for text, count in errors.most_common():
-        print(f"  {count} x {text}")
+        print(f"imports:   {count} x {text}")
 
 
 def imports_megatron(file: Path, package: str) -> bool:

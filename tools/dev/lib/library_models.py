@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16, **_EXPERTS, "num_experts": 4, "norm_topk_prob": True},
     "deepseek_v3": {
         **_EXPERTS,
+        "scoring_func": "sigmoid",  # as in the released models; bridges read it
         "n_routed_experts": 4,
         "n_shared_experts": 1,
         "n_group": 2,
@@ -119,9 +120,8 @@ def differing(path: Path, exported: dict[str, Tensor]) -> list[str]:
     """Return the names of tensors that differ in any bit from those of the checkpoint."""
     found = dict(exported)
     different = []
-    with safe_open(path / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118  (not a dictionary)
-            tensor = file.get_tensor(name)
+    for part in path.glob("*.safetensors"):
+        for name, tensor in load_file(part).items():
             other = found.pop(name, None)
             if other is None or not torch.equal(other, tensor.to(other.dtype)):
                 different.append(name)

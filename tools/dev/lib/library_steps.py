@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
-from tools.dev.lib.library_models import LR, VOCABULARY, Reference, tokens
+from tools.dev.lib.library_models import LR, VOCABULARY, Reference, differing, tokens
 
 MARK = "step done: "
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -35,7 +36,7 @@ def join() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def start(tp: int = 1, pp: int = 1) -> None:
+def start(tp: int, pp: int) -> None:
     """Join the other processes, and initialize model parallelism."""
     join()
     parallel_state.initialize_model_parallel(tp, pp)
@@ -48,18 +49,26 @@ def done(step: str, **numbers: object) -> None:
         print(MARK + json.dumps({"step": step, **numbers}), flush=True)
 
 
+@dataclass(frozen=True)
+class Bridged:
+    """A model that a project has built, with the weights of a checkpoint."""
+
+    chunks: list[torch.nn.Module]  # in Megatron's wrapper for data parallelism
+    weights: Callable[[], Iterable[tuple[str, Tensor]]]  # by Hugging Face's names
+    write: Callable[[str], None]  # a checkpoint for transformers, into a folder
+
+
 class Training:
     """A model that a project has built, trained by Megatron's functions beside transformers."""
 
     def __init__(
         self,
-        chunks: Sequence[torch.nn.Module],
+        bridged: Bridged,
         reference: Reference,
-        exported: Callable[[], dict[str, Tensor]],
     ) -> None:
-        self.chunks = chunks
+        self.chunks = bridged.chunks
+        self.weights = bridged.weights
         self.reference = reference
-        self.exported = exported  # the weights by Hugging Face's names
         self.tolerance = TOLERANCE[reference.dtype]
         self.ids = tokens()
         is_bf16 = reference.dtype == torch.bfloat16
@@ -72,8 +81,20 @@ class Training:
             params_dtype=reference.dtype,
             bf16=is_bf16,
         )
-        self.optimizer = get_megatron_optimizer(config, list(chunks))
-        get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
+        self.optimizer = get_megatron_optimizer(config, self.chunks)
+        get_model_config(self.chunks[0]).finalize_model_grads_func = finalize_model_grads
+
+    @torch.no_grad()
+    def exported(self) -> dict[str, Tensor]:
+        """Return copies of the weights by Hugging Face's names."""
+        return {name: tensor.clone() for name, tensor in self.weights()}
+
+    def compare_weights(self, path: Path) -> None:
+        """Raise ValueError if the weights are not those of a checkpoint, bit for bit."""
+        exported = self.exported()
+        dist.barrier()  # until the checkpoint is written
+        if different := differing(path, exported):
+            raise ValueError(f"exported tensors differ: {different}")
 
     def compare_logits(self) -> None:
         """Raise ValueError if logits differ from those of transformers."""
@@ -88,12 +109,12 @@ class Training:
 
     def take_steps(self) -> None:
         """Take two steps; losses and norms must be those of transformers and torch's AdamW."""
-        for number in range(2):
+        for _ in range(2):
             loss, norm = self.step()
             wanted_loss, wanted_norm = self.reference.step(self.ids)
             self.require_close("loss", loss, wanted_loss)
             self.require_close("grad norm", norm, wanted_norm)
-            done(f"step {number + 1}", loss=loss, norm=norm)
+        done("step", loss=loss, norm=norm)
 
     def step(self) -> tuple[float, float]:
         """Take one step; return the loss and the norm of the gradient."""
@@ -121,7 +142,7 @@ class Training:
         self.require_equal("a step after loading", first[1], second[1])
         if first[0] != second[0]:
             raise ValueError(f"the step after loading differs: {first[0]} {second[0]}")
-        done("load checkpoint")
+        done("resume")
 
     def state(self, is_loading: bool) -> dict[str, Any]:
         """Return the sharded state of model and optimizer."""

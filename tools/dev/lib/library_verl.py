@@ -1,4 +1,4 @@
-"""Check of verl: python -m tools.dev.lib.library_verl MODEL FOLDER [TP PP].
+"""Check of verl: python -m tools.dev.lib.library_verl PACKAGE MODEL FOLDER TP PP.
 
 Its Megatron engine builds an actor by mbridge, and trains it by GRPO with the loss, advantages and
 batches of verl.  In place of vLLM, transformers writes the answers, with the weights that the
@@ -50,6 +50,7 @@ class Trial:
         self.layout = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
         self.actor = self.new_engine()
         done("build")
+        done("load")
         self.loss = partial(
             ppo_loss,
             ActorConfig(
@@ -143,7 +144,7 @@ class Trial:
         error = (self.old - self.wanted).abs().max().item()
         if error > _BF16_ERROR:
             raise ValueError(f"log probabilities differ by {error}")
-        done("log probabilities", error=error)
+        done("logits", error=error)
         self.reference = self.log_probs(self.new_engine(forward_only=True))
         if not torch.equal(self.reference, self.old):
             raise ValueError("the reference policy has other log probabilities")
@@ -168,18 +169,18 @@ class Trial:
         return {k: v for k, v in metrics.items() if isinstance(v, float)}
 
 
-def main(model_name: str, folder: Path, tp: int = 1, pp: int = 1) -> None:
+def main(package: str, model: str, folder: Path, tp: int, pp: int) -> None:
     """Build, export, roll out, score, train, offload, save and load."""
     join()
-    trial = Trial(folder / model_name, tp, pp)
+    trial = Trial(folder / model, tp, pp)
     trial.roll_out()
     trial.score()
-    done("GRPO step", **trial.step())
+    done("step", **trial.step())
     new = trial.log_probs(trial.actor)
     objective = ((new - trial.old) * trial.advantages).sum().item()
     if objective <= 0:
         raise ValueError(f"better answers became less likely: {objective}")
-    done("improve", objective=objective)
+    done("GRPO makes better answers more likely")
     engine = trial.actor
     offload_megatron_model_to_cpu(engine.module)
     offload_megatron_optimizer(engine.optimizer)
@@ -187,8 +188,8 @@ def main(model_name: str, folder: Path, tp: int = 1, pp: int = 1) -> None:
     load_megatron_optimizer(engine.optimizer)
     if not torch.equal(new, trial.log_probs(engine)):
         raise ValueError("log probabilities differ after offload and onload")
-    done("offload and onload")
-    checkpoint = folder / f"verl_{model_name}_{tp}_{pp}"
+    done("offload")
+    checkpoint = folder / f"{package}_{model}_{tp}_{pp}"
     engine.save_checkpoint(str(checkpoint), global_step=1)
     done("save")
     trial.step()
@@ -199,8 +200,8 @@ def main(model_name: str, folder: Path, tp: int = 1, pp: int = 1) -> None:
     trial.step()
     if not torch.equal(further, trial.log_probs(engine)):
         raise ValueError("the step after loading differs")
-    done("load checkpoint")
+    done("resume")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *map(int, sys.argv[4:]))

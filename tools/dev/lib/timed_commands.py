@@ -1,4 +1,4 @@
-"""Run commands under time limits and make a table of their results (for tools/dev/gpu_lease.py).
+"""Run commands under time limits and make a table of their results.
 
 The output of a command goes to a file, not to a pipe: a process that outlives the command cannot
 keep this one waiting.  A command that exceeds its limit gets SIGABRT first, upon which Python
@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[3]
 _ABORT_S = 2.0  # for the stacks of threads
@@ -85,26 +86,35 @@ def _cell(text: str) -> str:
     return text.replace("|", "/")
 
 
+def run_to_file(words: Sequence[str], file: IO[str], limit_s: float, **more: Any) -> int | None:
+    """Run a command with its output in a file; return its exit code, or None after ``limit_s``.
+
+    Processes that it leaves are ended: they would keep a GPU's memory.
+    """
+    process = subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=file,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        **more,
+    )
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        _end(process.pid)
+        process.wait()
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def _run(command: Command, limit_s: float) -> tuple[Row, str]:
     """Run a command; return its row and what the log shows of its output."""
     began_s = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as file:
-        process = subprocess.Popen(
-            command.words,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-            _end(process.pid)
-            process.wait()
-        with contextlib.suppress(ProcessLookupError):  # children would keep the GPU's memory
-            os.killpg(process.pid, signal.SIGKILL)
+        code = run_to_file(command.words, file, limit_s, cwd=ROOT)
         file.seek(0)
         output = file.read()
     result = _result(command, output, code, limit_s)
