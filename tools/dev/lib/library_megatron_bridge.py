@@ -21,6 +21,8 @@ def build(path: Path, tp: int, pp: int) -> Bridged:
     provider.params_dtype = provider.pipeline_dtype = torch.float32
     provider.bf16 = provider.fp16 = False
     provider.gradient_accumulation_fusion = False
+    provider.moe_router_bias_update_rate = 0.0  # transformers does not balance experts
+    provider.moe_aux_loss_coeff = 0.0
     provider.cuda_graph_impl = "none"  # a field of releases after v0.14, which the provider reads
     provider.finalize()
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
