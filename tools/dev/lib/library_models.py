@@ -66,7 +66,7 @@ def make(name: str, folder: Path) -> Path:
             if "norm" in key or "bias" in key:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     path = folder / name
-    model.save_pretrained(path)
+    model.save_pretrained(path, max_shard_size="300KB")  # in parts with an index, as releases
     words = {"<s>": 0, "</s>": 1, "<pad>": 2, **{f"w{i}": i for i in range(3, VOCABULARY)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
