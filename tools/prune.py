@@ -27,7 +27,7 @@ OWN = ("--use-checkpoint-args", "--finetune", "--skip-train", "--no-load-optim",
 
 def main() -> None:
     """Entry point."""
-    sys.argv += OWN
+    sys.argv[1:1] = OWN
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         return add_flags(parser)

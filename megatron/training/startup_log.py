@@ -99,7 +99,8 @@ def print_summary(run: RunContext) -> None:
         "given": _shown(_given(config.asked)),
     }
     for name, text in rows.items():
-        print(fill(text, _WIDTH, initial_indent=f"{name:9}", subsequent_indent=" " * 9))
+        indent = {"initial_indent": f"{name:9}", "subsequent_indent": " " * 9}
+        print(fill(text, _WIDTH, break_on_hyphens=False, break_long_words=False, **indent))
     hint = "--print-args prints all arguments"
     if config.checkpoint.save is not None:
         path = Path(config.checkpoint.save) / "arguments.txt"

@@ -20,6 +20,11 @@ from tests.support import tolerances
 
 adam: Any = pytest.importorskip("megatron.core.fusions.triton.adam")
 SIZE = 8 * 128 + 200  # a program and a bit; a block of 128 and a bit
+FEWER_BITS: dict[str, Any] = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "fp16",
+}
 
 
 def numbers(where: str, seed: int) -> Tensor:
@@ -35,7 +40,9 @@ def numbers(where: str, seed: int) -> Tensor:
 
 def after(steps: int, where: str, dtype: torch.dtype, **numbers_of: Any) -> dict[str, Tensor]:
     """State of a parameter; betas of a half."""
-    config = OptimizerConfig(adam_beta1=0.5, adam_beta2=0.5, **numbers_of)
+    config = OptimizerConfig(
+        adam_beta1=0.5, adam_beta2=0.5, use_precision_aware_optimizer=True, **numbers_of
+    )
     param = nn.Parameter(numbers(where, 0).to(dtype))
     rule = AdamW([{"params": [param], "lr": 0.25, "weight_decay": 0.1}], config)
     version = param._version
@@ -137,9 +144,7 @@ def updated(params: list[nn.Parameter], accepted: bool | None) -> AdamW:
     Betas and divisor are powers of two and gradients have 8 bits, so that each moment is rounded
     once: in another rounding, a few of 200,000 would get other random bits.
     """
-    config = OptimizerConfig(
-        adam_beta1=0.5, adam_beta2=0.5, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp16"
-    )
+    config = OptimizerConfig(adam_beta1=0.5, adam_beta2=0.5, **FEWER_BITS)
     rule = AdamW([{"params": params, "lr": 0.1, "weight_decay": 0.1}], config)
     generator = torch.Generator().manual_seed(2)
     for decision in (None, accepted):
@@ -170,7 +175,7 @@ def test_one_launch_updates_parameters_of_all_sizes(
 
 def test_a_step_that_the_device_does_not_accept_changes_nothing(where: str) -> None:
     done, tried = many(where), many(where)
-    config = OptimizerConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="fp16")
+    config = OptimizerConfig(**FEWER_BITS)
     rule = AdamW([{"params": tried, "lr": 0.1, "weight_decay": 0.1}], config)
     bad = torch.tensor(False, device=where)
     monkey = pytest.MonkeyPatch()

@@ -233,7 +233,7 @@ def test_what_cannot_be_had_is_said_once_or_refused(caplog):
         for _ in range(2):
             parts = transformer_engine_parts(config)
         with pytest.raises(MissingDependency, match="-engine for matrices: --no-fp8-wgrad"):
-            transformer_engine_parts(replace(config, require_transformer_engine=True))
+            transformer_engine_parts(config.changed(require_transformer_engine=True))
     assert (parts.norm, parts.column) == (te.TENorm, LOCAL.column)
     (said,) = [r.message for r in caplog.records]
     assert "engine falls back to local for matrices: --no-fp8-wgrad: this program's" in said
