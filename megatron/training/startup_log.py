@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from textwrap import fill
+from textwrap import TextWrapper
 
 import torch.distributed as dist
 from torch import nn
@@ -99,8 +99,9 @@ def print_summary(run: RunContext) -> None:
         "given": _shown(_given(config.asked)),
     }
     for name, text in rows.items():
-        indent = {"initial_indent": f"{name:9}", "subsequent_indent": " " * 9}
-        print(fill(text, _WIDTH, break_on_hyphens=False, break_long_words=False, **indent))
+        words = TextWrapper(_WIDTH, f"{name:9}", " " * 9)
+        words.break_on_hyphens = words.break_long_words = False  # to copy flags from it
+        print(words.fill(text))
     hint = "--print-args prints all arguments"
     if config.checkpoint.save is not None:
         path = Path(config.checkpoint.save) / "arguments.txt"

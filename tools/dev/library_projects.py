@@ -89,7 +89,7 @@ PROJECTS = {
             "tensorboard",
             "wandb",
         ),
-        models=(*_DENSE, "qwen3_moe", "deepseek_v3"),
+        models=(*_DENSE, "qwen3_moe", "deepseek_v3_grouped"),
     ),
     "mcore-bridge": Project(
         package="mcore_bridge",

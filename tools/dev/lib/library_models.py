@@ -32,6 +32,7 @@ _COMMON: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 # Name of a model -> fields of its config besides `_COMMON`.
+_GROUPED = "_grouped"  # end of the name of a model whose experts are chosen by groups
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -42,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",  # as in the released models; bridges read it
         "n_routed_experts": 4,
         "n_shared_experts": 1,
-        "n_group": 2,
+        "n_group": 1,  # mbridge leaves groups out
         "topk_group": 1,
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 0,
@@ -54,12 +55,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 16,
     },
 }
+MODELS[f"deepseek_v3{_GROUPED}"] = {**MODELS["deepseek_v3"], "n_group": 2}
 
 
 def make(name: str, folder: Path) -> Path:
     """Write a checkpoint of model ``name`` with a tokenizer, and return its folder."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **{**_COMMON, **MODELS[name]})
+    kind = name.removesuffix(_GROUPED)
+    config = AutoConfig.for_model(kind, **{**_COMMON, **MODELS[name]})
     model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():  # norms and biases that are not all ones and zeros
         for key, parameter in model.named_parameters():
@@ -78,7 +81,7 @@ def make(name: str, folder: Path) -> Path:
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype in which bridges accept model ``name``."""
-    return torch.bfloat16 if name == "deepseek_v3" else torch.float32
+    return torch.bfloat16 if name.startswith("deepseek_v3") else torch.float32
 
 
 def tokens(batch: int = 2) -> Tensor:
