@@ -68,6 +68,8 @@ def make(name: str, folder: Path) -> Path:
         for key, parameter in model.named_parameters():
             if "norm" in key or "bias" in key:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            if key.endswith("gate.weight"):  # scores that rounding to bf16 does not reorder
+                parameter.mul_(10)
     path = folder / name
     model.save_pretrained(path, max_shard_size="300KB")  # in parts with an index, as releases
     words = {"<s>": 0, "</s>": 1, "<pad>": 2, **{f"w{i}": i for i in range(3, VOCABULARY)}}
