@@ -6,8 +6,8 @@
 For each project: make an environment, install the pinned release from PyPI, import its modules
 that import megatron, and run its check on tiny models that are made on the spot.  A check builds
 the model, loads it through the project, compares it with transformers, trains, saves, loads and
-exports.  ``--layouts`` are TPxPP; 2x2 runs four processes over gloo.  All of it takes an hour of
-one core, most of it to start processes; a table for each project says what was done.
+exports.  ``--layouts`` are TPxPP; 2x2 runs four processes over gloo.  All of it takes a quarter of
+an hour on two cores; a table for each project says what was done.
 
 The files of a project stay as they are.  Without a GPU, `tools/dev/lib/emulated_cuda.py` answers
 its calls of torch.cuda.  Needs pip and its package index, and no other network; wheels that are in
