@@ -186,7 +186,8 @@ def _mersenne_twister_64(seed: int) -> Iterator[int]:
 
     def twisted(left: np.ndarray, right: np.ndarray) -> np.ndarray:
         y = (left & ~low) | (right & low)
-        return (y >> np.uint64(1)) ^ (y & np.uint64(1)) * np.uint64(0xB5026F5AA96619E9)
+        mixed: np.ndarray = (y >> np.uint64(1)) ^ (y & np.uint64(1)) * np.uint64(0xB5026F5AA96619E9)
+        return mixed
 
     while True:
         old = state.copy()

@@ -157,7 +157,8 @@ def _load_arrays(paths: Sequence[str], shapes: Iterable[tuple[int, ...]]) -> lis
         array = load_array(path)
         if array is None or array.ndim != 1 + len(shape) or array.dtype.kind not in "iub":
             return []
-        array = array[(slice(None), *map(slice, shape))]
+        box = slice(None), *map(slice, shape)
+        array = array[box]
         if array.shape[1:] != shape:
             return []
         found.append(array)

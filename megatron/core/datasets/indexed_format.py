@@ -57,7 +57,8 @@ class DType(Enum):
     @classmethod
     def dtype_from_code(cls, code: int) -> np.dtype:
         """Return the little-endian numpy dtype of a code; raise ValueError for an unknown code."""
-        return np.dtype(cls(code).name).newbyteorder("<")
+        dtype: np.dtype = np.dtype(cls(code).name).newbyteorder("<")
+        return dtype
 
     @staticmethod
     def size(key: int | DTypeLike) -> int:

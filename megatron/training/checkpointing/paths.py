@@ -16,10 +16,11 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NotRequired, TypedDict, TypeGuard, cast
+from typing import TypedDict, TypeGuard, cast
 
 import numpy as np
 import torch
+from typing_extensions import NotRequired  # of typing from Python 3.11 on; torch needs the package
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.config.value_types import Arguments, JsonObject

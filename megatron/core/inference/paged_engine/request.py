@@ -66,7 +66,7 @@ class PromptImage:
         """The image's content as a number."""
         seen = hashlib.blake2b(repr((self.pixels.shape, self.size)).encode(), digest_size=8)
         seen.update(np.ascontiguousarray(self.pixels).tobytes())
-        return int.from_bytes(seen.digest()) >> (64 - _KEY_BITS)
+        return int.from_bytes(seen.digest(), "big") >> (64 - _KEY_BITS)
 
     @property
     def ids(self) -> list[int]:
