@@ -230,13 +230,15 @@ def install_num_microbatches_calculator(
 ) -> None:
     """Install ``calculator``; the functions below evaluate it at ``consumed_samples()``."""
     global _GLOBAL_NUM_MICROBATCHES_CALCULATOR, _consumed_samples
-    _GLOBAL_NUM_MICROBATCHES_CALCULATOR, _consumed_samples = calculator, consumed_samples
+    _GLOBAL_NUM_MICROBATCHES_CALCULATOR = calculator
+    _consumed_samples = consumed_samples
 
 
 def destroy_num_microbatches_calculator() -> None:
     """Uninstall the calculator."""
     global _GLOBAL_NUM_MICROBATCHES_CALCULATOR, _consumed_samples
-    _GLOBAL_NUM_MICROBATCHES_CALCULATOR, _consumed_samples = None, int
+    _GLOBAL_NUM_MICROBATCHES_CALCULATOR = None
+    _consumed_samples = int
 
 
 unset_num_microbatches_calculator = destroy_num_microbatches_calculator

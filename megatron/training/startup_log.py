@@ -77,8 +77,11 @@ def print_summary(run: RunContext) -> None:
     """
     if not (is_short() and is_rank0()):
         return
-    config, values = run.config, flat_values(run.config)
-    model, training, data = config.model, config.training, config.data
+    config = run.config
+    values = flat_values(run.config)
+    model = config.model
+    training = config.training
+    data = config.data
     mebibytes = weight_and_optimizer_bytes(config, run.padded_vocab_size) / 2**20
     ranks = "1 rank" if config.world_size == 1 else f"{config.world_size:,} ranks"
     layout = (

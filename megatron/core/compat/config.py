@@ -102,7 +102,8 @@ class GlobMatcher(Matcher):
     """Selection of layers whose path matches a shell pattern."""
 
     def __init__(self, pattern: str, config_key: str) -> None:
-        self.pattern, self.config_key = pattern, config_key
+        self.pattern = pattern
+        self.config_key = config_key
 
     def match(self, context: MatchContext) -> str | None:
         """Return the key of the settings if the path matches."""
@@ -114,7 +115,8 @@ class RecipeConfig:
     """Settings by key, and matchers; the first one that matches decides."""
 
     def __init__(self, matchers: Sequence[Matcher], config_dict: Mapping[str, Any]) -> None:
-        self.matchers, self.configs = list(matchers), dict(config_dict)
+        self.matchers = list(matchers)
+        self.configs = dict(config_dict)
 
     @staticmethod
     def from_yaml_file(recipe_yaml_path: str) -> RecipeConfig:

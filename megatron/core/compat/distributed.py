@@ -67,7 +67,8 @@ def _reshard_if_dtensor(tensor_to_shard: Tensor, reference_tensor: Tensor) -> Te
     """Return the tensor sharded as a DTensor is, else ``reference_tensor`` itself."""
     if not isinstance(reference_tensor, DTensor):
         return reference_tensor
-    mesh, placements = reference_tensor.device_mesh, reference_tensor.placements
+    mesh = reference_tensor.device_mesh
+    placements = reference_tensor.placements
     sharded = distribute_tensor(tensor_to_shard, device_mesh=mesh, placements=placements)
     return _with_attributes(sharded, reference_tensor)
 

@@ -33,7 +33,11 @@ class RankGenerator:
         self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str, rank_offset: int = 0
     ) -> None:
         assert ep == 1 or cp == 1, f"ep is {ep} and cp is {cp}: one of them must be 1"
-        self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
+        self.tp = tp
+        self.ep = ep
+        self.dp = dp
+        self.pp = pp
+        self.cp = cp
         self.rank_offset = rank_offset
         self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
         self.world_size = prod(self.name_to_size.values())

@@ -78,7 +78,8 @@ def te_checkpoint(
     **kwargs: Any,
 ) -> Any:
     """Return ``forward_func(*args, **kwargs)`` and recompute it in backward."""
-    names, values = [*kwargs], (*args, *kwargs.values())
+    names = [*kwargs]
+    values = (*args, *kwargs.values())
 
     def run(*values: Any) -> Any:
         rest = dict(zip(names, values[len(args) :], strict=True))

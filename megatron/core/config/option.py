@@ -118,7 +118,8 @@ def problem_of_value(f: dataclasses.Field[Any], value: object) -> str | None:
     """Return why a config cannot have ``value`` in field ``f``, or None."""
     if value is None or value is f.default or value == f.default:
         return None
-    entry, opt = f.metadata.get(_LIBRARY_KEY), f.metadata.get(_KEY)
+    entry = f.metadata.get(_LIBRARY_KEY)
+    opt = f.metadata.get(_KEY)
     if entry is not None and entry.is_refused:
         return f"{f.name} {value}: {entry.reason}"
     if isinstance(value, str) and isinstance(f.type, str) and _NO_TEXT.fullmatch(f.type):

@@ -115,7 +115,9 @@ class StragglerDetector(AbstractContextManager["StragglerDetector"]):
         enabled: bool = False,
     ) -> None:
         """Set this rank and whether sections are measured; the other arguments have no effect."""
-        stopwatch.world_size, stopwatch.rank, stopwatch.is_on = world, rank, enabled
+        stopwatch.world_size = world
+        stopwatch.rank = rank
+        stopwatch.is_on = enabled
 
     def reset(self) -> None:
         """Drop the times that were measured."""

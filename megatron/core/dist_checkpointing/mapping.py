@@ -75,7 +75,8 @@ class ShardedTensor(ShardedBase):
 
     def validate_metadata_integrity(self) -> None:
         """Raise CheckpointError if the fields contradict each other."""
-        part, lead = self.flattened_range, self.prepend_axis_num
+        part = self.flattened_range
+        lead = self.prepend_axis_num
         own = self.global_offset[lead:]
         if len(self.global_shape) != len(self.global_offset):
             problem = "global_shape and global_offset have different lengths"
@@ -119,14 +120,17 @@ class ShardedTensor(ShardedBase):
         if flattened_range is not None:
             raise ValueError(f"{key}: from_rank_offsets_flat makes entries with a flattened_range")
         local = [1] * prepend_axis_num + list(data.shape)
-        shape, offset, counts = list(local), [0] * len(local), [1] * len(local)
+        shape = list(local)
+        offset = [0] * len(local)
+        counts = [1] * len(local)
         for axis, part, count in rank_offsets:
             if not (0 <= axis < len(local) and 0 <= part < count):
                 raise CheckpointError(
                     f"{key}: part {part} of {count} along axis {axis} is not a part of a tensor "
                     f"with {len(local)} axes"
                 )
-            shape[axis], offset[axis] = count * local[axis], part * local[axis]
+            shape[axis] = count * local[axis]
+            offset[axis] = part * local[axis]
             counts[axis] = count
         return cls(
             key,
@@ -171,20 +175,23 @@ class ShardedTensor(ShardedBase):
         The result has one entry, or none if the flattened range has none of these rows.  ``dim``
         does not count prepended axes; it is 0 for a flattened range.
         """
-        at, size = dim + self.prepend_axis_num, self.local_shape[dim]
+        at = dim + self.prepend_axis_num
+        size = self.local_shape[dim]
 
         def change(shape: Shape, axis: int, value: int) -> Shape:
             return (*shape[:axis], value, *shape[axis + 1 :])
 
         local = change(tuple(self.local_shape), dim, length)
-        data, part = self.data, self.flattened_range
+        data = self.data
+        part = self.flattened_range
         if part is None:
             data = None if data is None else data.narrow(dim, start, length)
         elif dim:
             raise CheckpointError(f"{self.key}: a flattened range is narrowed along axis 0 only")
         else:
             row = prod(local[1:])
-            low, high = max(part.start, start * row), min(part.stop, (start + length) * row)
+            low = max(part.start, start * row)
+            high = min(part.stop, (start + length) * row)
             if low >= high:
                 return []
             data = None if data is None else data[low - part.start : high - part.start]
@@ -203,14 +210,17 @@ class ShardedTensor(ShardedBase):
         """Return what a save writes and a load fills: views of ``data``."""
         if self.data is None:
             raise CheckpointError(f"{self.key}: it has no data: {self}")
-        lead, part, data = self.prepend_axis_num, self.flattened_range, self.data.detach()
+        lead = self.prepend_axis_num
+        part = self.flattened_range
+        data = self.data.detach()
         pieces = []
         if part is None:
             pieces.append(Piece(self.global_offset, data[(None,) * lead]))
         for at, shape in (
             () if part is None else flat_boxes(self.local_shape, part.start, part.stop)
         ):
-            view, data = data[: prod(shape)].view((1,) * lead + shape), data[prod(shape) :]
+            view = data[: prod(shape)].view((1,) * lead + shape)
+            data = data[prod(shape) :]
             offset = map(sum, zip(self.global_offset, (0,) * lead + at, strict=True))
             pieces.append(Piece(tuple(offset), view))
         own = enumerate((self.axis_fragmentations or ())[lead:])
@@ -318,7 +328,8 @@ def split_factory(
     first part come before those of the second.  So each matrix is sharded separately in a tensor
     that concatenates several.
     """
-    form, at = tensor.without_data(), dim + tensor.prepend_axis_num
+    form = tensor.without_data()
+    at = dim + tensor.prepend_axis_num
     if sum(sizes) != tensor.local_shape[dim]:
         raise ValueError(f"{tensor.key}: parts of {list(sizes)} rows do not make up {form}")
 
@@ -331,16 +342,19 @@ def split_factory(
             replica_id=replica_id,
             flattened_range=part,
         )
-        entries, start = [], 0
+        entries = []
+        start = 0
         for number, size in enumerate(sizes):
             for entry in whole.narrow(dim, start, size):
                 if names:
                     entry.key = f"{key}{separator}{names[number]}"
                 else:
-                    counts, offset = list(whole.axis_fragmentations or ()), [*entry.global_offset]
+                    counts = list(whole.axis_fragmentations or ())
+                    offset = [*entry.global_offset]
                     offset[at] += number * entry.global_shape[at]
                     counts[at] *= len(sizes)
-                    entry.global_shape, entry.global_offset = whole.global_shape, tuple(offset)
+                    entry.global_shape = whole.global_shape
+                    entry.global_offset = tuple(offset)
                     entry.axis_fragmentations = tuple(counts)
                 entries.append(entry)
             start += size

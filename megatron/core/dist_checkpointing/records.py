@@ -180,7 +180,8 @@ def split(tensor: TensorRecord, sizes: Sequence[int], dim: int = 0) -> Iterator[
         pieces: list[Piece | LazyPiece] = []
         for piece in tensor.pieces:
             begin = piece.offset[dim]
-            low, high = max(begin, first), min(begin + piece.shape[dim], first + size)
+            low = max(begin, first)
+            high = min(begin + piece.shape[dim], first + size)
             if low < high:
                 offset = change(piece.offset, low - first)
                 make = partial(_narrow, piece, dim, low - begin, high - low)

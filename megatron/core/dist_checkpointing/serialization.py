@@ -136,7 +136,9 @@ def load(
     """
     del validate_access_integrity, common_strategy
     format_name(sharded_strategy)
-    group, folder, mode = _world(), Path(checkpoint_dir), parse_strict_flag(strict)
+    group = _world()
+    folder = Path(checkpoint_dir)
+    mode = parse_strict_flag(strict)
     built: dict[int, Nested] = {}
     entries = list(leaves(_build(sharded_state_dict, built)))
     asked = {_key_of(entry): entry for entry in entries if isinstance(entry, ShardedBase)}

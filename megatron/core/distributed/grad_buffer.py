@@ -65,7 +65,9 @@ class GradientHook:
 
     def __call__(self, param: Tensor) -> None:
         """Report the gradient of ``param``."""
-        method, slot, bucket = self._method(), self._slot(), self._bucket()
+        method = self._method()
+        slot = self._slot()
+        bucket = self._bucket()
         if method is not None:
             method(slot, bucket)
 

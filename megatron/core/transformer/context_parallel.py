@@ -476,7 +476,8 @@ def context_parallel_comm_of(
     """
     if groups.cp.size() == 1:
         return None
-    kind, cp = kind or comm_type_of_layer(config, layer_index), groups.cp
+    kind = kind or comm_type_of_layer(config, layer_index)
+    cp = groups.cp
     if kind not in COMM_TYPES:
         raise ConfigError(f"--cp-comm-type {kind} is not one of {', '.join(COMM_TYPES)}")
     heads, ring = cp if kind == "a2a" else None, cp if kind == "p2p" else None

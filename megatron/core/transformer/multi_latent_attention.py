@@ -161,7 +161,8 @@ class MLASelfAttention(MultiLatentAttention):
         self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **more: Any
     ) -> WithBias:
         """See `SelfAttentionBase.forward`."""
-        c, cache = self.config, more.get("inference_context")
+        c = self.config
+        cache = more.get("inference_context")
         if cache is None or not c.cache_mla_latents:
             return super().forward(hidden_states, attention_mask, *args, **more)
         rotary_pos_emb = more["rotary_pos_emb"]

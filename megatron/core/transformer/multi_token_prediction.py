@@ -159,8 +159,11 @@ class MultiTokenPredictionLayer(MegatronModule):
     ) -> None:
         """Build the layer of depth ``layer_number``, from 1."""
         super().__init__(config)
-        self.submodules, self.layer_number, self.vp_stage = submodules, layer_number, vp_stage
-        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        self.submodules = submodules
+        self.layer_number = layer_number
+        self.vp_stage = vp_stage
+        self.tp_group = pg_collection.tp
+        self.cp_group = pg_collection.cp
         self.sequence_parallel = config.sequence_parallel
         hidden = config.hidden_size
         groups = {"pg_collection": pg_collection, "tp_group": pg_collection.tp}
@@ -261,7 +264,9 @@ class MultiTokenPredictionBlock(MegatronModule):
         submodules = spec.submodules if isinstance(spec, ModuleSpec) else spec
         specs = submodules.layer_specs or ()
         assert specs, "a block of multi-token prediction has at least one layer"
-        self.submodules, self.vp_stage, self.cp_group = submodules, vp_stage, pg_collection.cp
+        self.submodules = submodules
+        self.vp_stage = vp_stage
+        self.cp_group = pg_collection.cp
         self.num_depths = len(specs)
         self.layers = nn.ModuleList(
             build_module(

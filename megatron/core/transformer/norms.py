@@ -191,7 +191,8 @@ class L2Norm(nn.Module):
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
         super().__init__()
-        self.hidden_size, self.eps = hidden_size, eps
+        self.hidden_size = hidden_size
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize: [..., d] -> [..., d], with statistics in float32."""

@@ -33,7 +33,8 @@ def parse_layout(text: str) -> list[str]:
     """
     nested: list[list[str]] = [[]]
     for token in _TOKENS.finditer(unquoted(text)):
-        item, times = token["item"], token["times"]
+        item = token["item"]
+        times = token["times"]
         if item == "(":
             nested.append([])
         elif item == ")" and len(nested) > 1:

@@ -139,7 +139,8 @@ class RotaryEmbedding(nn.Module):
         """
         super().__init__()
         self.width = int(kv_channels * rotary_percent) // 2 * 2
-        self.base, self.rotary_interleaved = rotary_base, rotary_interleaved
+        self.base = rotary_base
+        self.rotary_interleaved = rotary_interleaved
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         if cp_group is None and (groups := get_installed()) is not None:
             cp_group = groups.cp
@@ -171,7 +172,8 @@ class RotaryEmbedding(nn.Module):
 
     @inv_freq.setter
     def inv_freq(self, frequencies: Tensor) -> None:
-        self._assigned, self._table = frequencies, None
+        self._assigned = frequencies
+        self._table = None
         self._on_device.clear()
 
     def _frequencies_on(self, where: torch.device, num_positions: int) -> Tensor:
@@ -378,7 +380,8 @@ def _yarn(c: TransformerConfig, max_sequence_length: int) -> RopeScaling:
 
 def _longrope(config: TransformerConfig, max_sequence_length: int) -> RopeScaling | None:
     """Return LongRoPE scaling if the config has its factors, else None."""
-    short, long = config.longrope_short_factor, config.longrope_long_factor
+    short = config.longrope_short_factor
+    long = config.longrope_long_factor
     original = config.longrope_original_max_position_embeddings
     if short is None and long is None:
         return None

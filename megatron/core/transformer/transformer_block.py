@@ -100,7 +100,8 @@ class TransformerBlock(MegatronModule):
         """
         super().__init__(config)
         self.pre_process, self.post_process = pre_process, post_process
-        self.post_layer_norm, self.vp_stage = post_layer_norm, vp_stage
+        self.post_layer_norm = post_layer_norm
+        self.vp_stage = vp_stage
         self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
         self.input_tensor: Tensor | None = None
@@ -122,7 +123,8 @@ class TransformerBlock(MegatronModule):
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.graphs: LayerGraphs | None = None
         if config.captures_layers and device.records_graphs():
-            whole, num_steps = config.graph_scope == "full", config.cuda_graph_warmup_steps
+            whole = config.graph_scope == "full"
+            num_steps = config.cuda_graph_warmup_steps
             self.graphs = LayerGraphs(self.layers, num_steps, whole=whole)
         self.offload = _offload_of(config)
 
@@ -151,7 +153,8 @@ class TransformerBlock(MegatronModule):
             if child is not self.layers:
                 entries |= sharded_state_dict_default(child, f"{prefix}{name}.", (), metadata)
         for local, layer in enumerate(self.layers):
-            number, name = self.layer_range[local], f"{prefix}layers.{local}."
+            number = self.layer_range[local]
+            name = f"{prefix}layers.{local}."
             is_stacked = self.layers_are_alike and not is_apart
             place = [(0, number, self.config.num_layers)] if is_stacked else []
             of_layer = sharded_state_dict_default(layer, name, place, metadata)
@@ -167,7 +170,8 @@ class TransformerBlock(MegatronModule):
 
     def _build_layers(self) -> None:
         """Build the layers of ``submodules``, and the final norm.  A project may override it."""
-        config, groups = self.config, self.pg_collection
+        config = self.config
+        groups = self.pg_collection
         start = self.layer_range.start
         offered = {
             "pg_collection": groups,

@@ -145,7 +145,8 @@ class SFTLowLevelDataset:
             prefix = os.path.join(folder, f"{named}-SFTDataset")
             arrays = cached_arrays(prefix, description, _ARRAYS, lambda: self._encode(config))
             self._encoded[named] = EncodedRows(*arrays)
-            first, form = self.conversations_of(self.rows[0])[0], form_of(self.rows[0])
+            first = self.conversations_of(self.rows[0])[0]
+            form = form_of(self.rows[0])
             shown = json.dumps(first.messages, ensure_ascii=False)
             logger.info("%s has rows of %s, read as %.300s", self.dataset_path, form, shown)
         return self._encoded[named]

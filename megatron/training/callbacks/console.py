@@ -68,7 +68,8 @@ class ShortSink(Sink):
         # The first step is not measured: it starts what later ones use.
         self._first = self._first or (now_s, record.iteration, record.consumed_samples)
         began_s, iteration, samples = self._first
-        elapsed_s, steps = now_s - began_s, record.iteration - iteration
+        elapsed_s = now_s - began_s
+        steps = record.iteration - iteration
         fields = [f"step {record.iteration:,}/{record.train_iters:,}"]
         interval = record.interval or {}
         losses = {k: v for k, v in interval.items() if k not in FORMATS} or record.losses

@@ -310,7 +310,8 @@ def merge_stacked(
             1 + max(piece["offset"][dim] for piece in entry["pieces"])
             for dim in range(entry["num_stacked"])
         ]
-        cut, own = entry["cut"], entry["shape"]
+        cut = entry["cut"]
+        own = entry["shape"]
         entry["shape"] = [*counts, *own]
         if found := _MATRIX.match(key):
             lead = counts or [1]

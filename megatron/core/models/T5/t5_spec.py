@@ -55,7 +55,8 @@ def _encoder(backend: BackendSpecProvider, num_layers: int) -> TransformerBlockS
 
 def _decoder(backend: BackendSpecProvider, num_layers: int) -> TransformerBlockSubmodules:
     layer = _layer(backend, AttnMaskType.causal)
-    column, row = backend.column_parallel_linear(), backend.row_parallel_linear()
+    column = backend.column_parallel_linear()
+    row = backend.row_parallel_linear()
     layer.submodules.pre_cross_attn_layernorm = backend.layer_norm()
     layer.submodules.cross_attention = ModuleSpec(
         CrossAttention,

@@ -115,7 +115,8 @@ def layer_of(
     c = config or _DEFAULT
     placement = c.layer_norm_placement
     is_latent = multi_latent_attention or c.multi_latent_attention
-    column, core = backend.column_parallel_linear(), backend.core_attention()
+    column = backend.column_parallel_linear()
+    core = backend.core_attention()
     row = backend.row_parallel_linear()
     before = IdentityOp if placement == "post" else backend.layer_norm()
     after = IdentityOp if placement == "pre" else backend.layer_norm()
@@ -128,7 +129,8 @@ def layer_of(
     if is_latent:
         up = column
         if fused and norm is not None:
-            up, norm = fused, IdentityOp
+            up = fused
+            norm = IdentityOp
         attention = ModuleSpec(
             MLASelfAttention,
             submodules=MLASelfAttentionSubmodules(
@@ -310,7 +312,8 @@ def get_gpt_decoder_layer_specs(
     qk_l2_norm: bool = False,
 ) -> Sequence[Slot]:
     """Return the specs of all layers of the model; see `get_gpt_decoder_block_spec`."""
-    backend, grouped = _backend(use_transformer_engine), config.moe_grouped_gemm
+    backend = _backend(use_transformer_engine)
+    grouped = config.moe_grouped_gemm
     block = decoder_block_of(backend, config, grouped_experts=grouped, qk_l2_norm=qk_l2_norm)
     return block.layer_specs or ()
 

@@ -69,7 +69,8 @@ class GPTModel(LanguageModule):
                 "--mtp-num-layers does not support --position-embedding-type learned_absolute: "
                 "use rope, alibi or none"
             )
-        self.transformer_layer_spec, self.mtp_block_spec = transformer_layer_spec, mtp_block_spec
+        self.transformer_layer_spec = transformer_layer_spec
+        self.mtp_block_spec = mtp_block_spec
         self.mtp_process = predicts_ahead and self.post_process
         if self.pre_process or self.mtp_process:
             self.embedding = self.build_embedding(
@@ -268,7 +269,8 @@ class GPTModel(LanguageModule):
         assert tokens is not None, "multi-token prediction embeds tokens on the last stage"
         if mask is None:
             mask = torch.ones(labels.shape, device=labels.device)
-        cp, num_tokens = self.cp_group, tokens.shape[1]
+        cp = self.cp_group
+        num_tokens = tokens.shape[1]
         packed = shared["packed_seq_params"]
         shared |= {"attention_bias": self.attention_bias(num_tokens, packed, None)}
         lengths = row_lengths(packed and packed.lengths, num_tokens * cp.size())

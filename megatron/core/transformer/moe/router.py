@@ -426,7 +426,8 @@ def loss_name(kind: str) -> str:
 
 def balance_terms(config: TransformerConfig) -> list[tuple[str, float]]:
     """Return (kind, coefficient) of the balance losses whose coefficient is not 0."""
-    kinds, coefficients = config.load_balancing_types, config.aux_loss_coeffs
+    kinds = config.load_balancing_types
+    coefficients = config.aux_loss_coeffs
     return [
         (kind, coefficient)
         for kind, coefficient in zip(kinds, coefficients, strict=True)

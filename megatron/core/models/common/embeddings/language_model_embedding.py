@@ -60,7 +60,8 @@ class LanguageModelEmbedding(MegatronModule):
         """``vocab_size`` includes padding rows, ``num_tokens`` does not."""
         super().__init__(config)
         self.tp_group = tp_group
-        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.vocab_size = vocab_size
+        self.max_sequence_length = max_sequence_length
         self.num_tokentypes = num_tokentypes
         self.add_position_embedding = position_embedding_type == "learned_absolute"
         self.scatter_to_sequence_parallel = scatter_to_sequence_parallel

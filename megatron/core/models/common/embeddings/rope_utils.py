@@ -54,7 +54,8 @@ def _apply_rotary_pos_emb_bshd(
         rotated = t[..., : freqs.shape[-1]].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         t = torch.cat((rotated, t[..., freqs.shape[-1] :]), -1)
     table = table_of_angles(freqs, rotary_interleaved, freqs.dtype)
-    cos, sin = (table.cos * mscale).to(t.dtype), (table.sin * mscale).to(t.dtype)
+    cos = (table.cos * mscale).to(t.dtype)
+    sin = (table.sin * mscale).to(t.dtype)
     return apply_rotary(t, RotaryTable(cos, sin, rotary_interleaved))
 
 

@@ -122,7 +122,8 @@ class LanguageModule(MegatronModule):
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.fp16_lm_cross_entropy, self.parallel_output = fp16_lm_cross_entropy, parallel_output
-        self.rotary_percent, self.rotary_base = rotary_percent, rotary_base
+        self.rotary_percent = rotary_percent
+        self.rotary_base = rotary_base
         of_rotary: dict[str, Any] = {
             "rotary_percent": rotary_percent,
             "rotary_base": rotary_base,
