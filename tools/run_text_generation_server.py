@@ -66,6 +66,8 @@ _READ = (
     "--chat-template",
     "--allowed-local-media-path",
     "--served-model-name",
+    "--tool-call-parser",
+    "--reasoning-parser",
     "--max-batch-size",
 )
 _OWN_TOKENIZER = "--no-use-tokenizer-model-from-checkpoint-args"
@@ -104,6 +106,8 @@ def serve(args: argparse.Namespace, words: Sequence[str]) -> None:
         args.port,
         api_key_file=args.api_key_file,
         chat_template=args.chat_template,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         allowed_local_media_path=args.allowed_local_media_path,
         max_api_tokens=args.max_tokens_to_oom,
     )

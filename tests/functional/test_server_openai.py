@@ -31,7 +31,8 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     template = folder / "template.jinja"
     template.write_text("{{ messages[-1].content }}")
-    with fake_server(folder, "--chat-template", str(template)) as found:
+    words = ("--chat-template", str(template), "--reasoning-parser", "qwen3")
+    with fake_server(folder, *words) as found:
         yield found
 
 
@@ -194,6 +195,30 @@ def test_a_tool_call_of_hermes_form_is_found(client, is_stream):
     assert [call.function.name for call in calls] == ["weather"]
     assert json.loads(calls[0].function.arguments) == {"city": "Paris"}
     assert reason == "tool_calls"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_reasoning_is_apart_from_content_and_calls(client, is_stream):
+    found = client.chat.completions.create(
+        model="fake",
+        messages=[{"role": "user", "content": f"<think>\nHm.\n</think>\n\nLook. {CALL}"}],
+        tools=[WEATHER],
+        stream=is_stream,
+        stream_options={"include_usage": True} if is_stream else None,
+    )
+    if is_stream:
+        chunks = list(found)
+        messages = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        usage = chunks[-1].usage
+    else:
+        messages = [found.choices[0].message]
+        usage = found.usage
+    for name, text in (("reasoning_content", "\nHm.\n"), ("content", "Look.")):
+        written = "".join(getattr(message, name, None) or "" for message in messages)
+        assert written.rstrip(" ") == text
+        assert not is_stream or name == "content" or messages[0].content == ""
+    assert [c.function.name for m in messages for c in m.tool_calls or []] == ["weather"]
+    assert 2 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
 
 
 def test_a_chosen_tool_gets_the_text_as_arguments(client):

@@ -122,6 +122,8 @@ def main() -> None:
         args.port,
         api_key_file=args.api_key_file,
         chat_template=args.chat_template,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         **limits,
     )
     info = EngineInfo(

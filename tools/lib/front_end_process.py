@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.config.errors import LaunchError
 from megatron.core.limited_processes import Main
 from megatron.core.optional import require
+from megatron.inference.server.chat_formats import REASONING_PARSERS, TOOL_PARSERS
 from megatron.inference.server.engine_link import EngineInfo, EngineLoop
 
 if TYPE_CHECKING:
@@ -55,6 +56,15 @@ def add_front_end_flags(parser: argparse.ArgumentParser) -> None:
         help="folder with images that clients may name as file:///...; default: none",
     )
     group.add_argument("--served-model-name", help="name of the model in the API")
+    for flag, what, parsers in (
+        ("--tool-call-parser", "calls of tools", TOOL_PARSERS),
+        ("--reasoning-parser", "reasoning", REASONING_PARSERS),
+    ):
+        group.add_argument(
+            flag,
+            choices=parsers,
+            help=f"format in which the model writes {what}; default: that of its chat template",
+        )
 
 
 class FrontEndProcess:

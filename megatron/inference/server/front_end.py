@@ -23,6 +23,7 @@ from megatron.core.chat_templates import read_chat_template
 from megatron.core.config.errors import ConfigError, MegatronError
 from megatron.core.optional import require
 from megatron.inference.server.app import FrontEnd
+from megatron.inference.server.chat_formats import REASONING_PARSERS, TOOL_PARSERS, detect
 from megatron.inference.server.chat_images import ImageFiles
 from megatron.inference.server.engine_link import MAX_BYTES, EngineClient, EngineDied
 from megatron.inference.server.generation import Metrics, Service
@@ -49,6 +50,8 @@ class FrontEndOptions:
     host: str = ""  # the value of --host
     api_key_file: str | None = None
     chat_template: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     allowed_local_media_path: str | None = None
     max_body_bytes: int = 8 << 20
     max_api_tokens: int = 12000  # of prompts and answers of one PUT /api
@@ -129,7 +132,17 @@ async def _follow_engine(
     elif isinstance(model.tokenizer, SFTTokenizer) and options.chat_template is None:
         source = model.tokenizer.chat.source
     template = None if source is None else ChatTemplate(source, tokens)
-    front_end.service = Service(client, model, Metrics(), template, files, options.max_api_tokens)
+    calls, reasoning = detect(source)
+    front_end.service = Service(
+        client,
+        model,
+        Metrics(),
+        template,
+        files,
+        options.max_api_tokens,
+        TOOL_PARSERS[options.tool_call_parser or calls],
+        REASONING_PARSERS[options.reasoning_parser or reasoning],
+    )
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {info.model} on http://{shown}:{port}", flush=True)

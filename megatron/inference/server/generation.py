@@ -24,6 +24,7 @@ from megatron.core.inference.paged_engine.request import (
 )
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.optional import require
+from megatron.inference.server.chat_formats import NONE, REASONING_PARSERS, TOOL_PARSERS, Markup
 from megatron.inference.server.chat_images import ImageFiles
 from megatron.inference.server.engine_link import Call, EngineClient, request_to_json
 from megatron.inference.server.fields import ApiError, Fields, as_api_error
@@ -336,7 +337,10 @@ def _request(
 
 @dataclass(eq=False)
 class Service:
-    """The engine's connection, the model, and the counters."""
+    """The engine's connection, the model, and the counters.
+
+    ``calls`` and ``reasoning``: how the model writes them in chats.
+    """
 
     client: EngineClient
     model: Model
@@ -344,6 +348,8 @@ class Service:
     template: ChatTemplate | None
     image_files: ImageFiles
     max_api_tokens: int
+    calls: Markup = TOOL_PARSERS["hermes"]
+    reasoning: Markup = REASONING_PARSERS[NONE]
 
     def close(self) -> None:
         """End the processes that work on requests."""
@@ -351,14 +357,22 @@ class Service:
         if self.template is not None:
             self.template.close()
 
-    async def samples(self, wanted: GenerationRequest, request: Any) -> list[Sample]:
-        """Generate all samples.  Raises ClientGone if the client leaves before."""
+    async def samples(
+        self,
+        wanted: GenerationRequest,
+        request: Any,
+        take: Callable[[Sample, TextDelta], object] = lambda sample, delta: None,
+    ) -> list[Sample]:
+        """Generate all samples; call ``take`` for new text.
+
+        Raises ClientGone if the client leaves before.
+        """
         generation = Generation(self.client, self.model, self.metrics, wanted)
 
         async def work() -> list[Sample]:
             await generation.start()
-            async for _ in generation.deltas():
-                pass
+            async for sample, delta in generation.deltas():
+                take(sample, delta)
             return list(generation.samples.values())
 
         try:

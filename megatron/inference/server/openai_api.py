@@ -12,6 +12,17 @@ from itertools import zip_longest
 from typing import Any, TypeAlias
 
 from megatron.core.inference.paged_engine.request import PromptImage, TokenOutput
+from megatron.inference.server.chat_formats import (
+    CALL,
+    NONE,
+    REASONING,
+    REASONING_PARSERS,
+    ChatParser,
+    Markup,
+    Part,
+    markup_of_choice,
+    parser_of,
+)
 from megatron.inference.server.chat_images import prompt_of
 from megatron.inference.server.fields import ApiError, Body, Fields, log_prob_of
 from megatron.inference.server.generation import (
@@ -26,10 +37,7 @@ from megatron.inference.server.model import Model
 from megatron.inference.server.openai_fields import (
     MAX_LOG_PROBS,
     MAX_SAMPLES,
-    ToolCallParser,
-    call_object,
     grammar_of_tools,
-    read_call,
     read_messages,
     read_params,
     read_response_format,
@@ -89,6 +97,10 @@ class _OpenAIRequest(ABC):
         delta = TextDelta(sample.text, tokens, sample.finish_reason, sample.stopped_by)
         return self.chunks(sample, delta)[0]
 
+    def take(self, sample: Sample, delta: TextDelta) -> object:
+        """Add new text of a sample to an answer that is no stream."""
+        return None
+
     @abstractmethod
     def chunks(self, sample: Sample, delta: TextDelta) -> list[dict[str, Any]]:
         """Return the choices to send when a stream has ``delta``."""
@@ -146,7 +158,7 @@ async def answer(kind: type[_OpenAIRequest], service: Service, request: Any, bod
 
     if asked.is_stream:
         return await service.stream(asked.generation, request, to_events, last)
-    samples = asked.best(await service.samples(asked.generation, request))
+    samples = asked.best(await service.samples(asked.generation, request, asked.take))
     return await write(asked.generation.num_values, written)
 
 
@@ -297,12 +309,15 @@ def log_prob_table(model: Model, entries: list[Entry], num_top: int) -> dict[str
 
 
 @dataclass
-class _Sent:
-    """Parts of one sample that a stream has sent."""
+class _Answer:
+    """What one sample has written so far."""
 
-    is_begun: bool = False
-    parser: ToolCallParser = field(default_factory=ToolCallParser)
-    num_calls: int = 0
+    parser: ChatParser
+    is_begun: bool = False  # in a stream
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    num_reasoning_tokens: int = 0
 
 
 class ChatRequest(_OpenAIRequest):
@@ -315,10 +330,12 @@ class ChatRequest(_OpenAIRequest):
         """Read the other fields, render the prompt, and set ``generation``.  Raises ApiError."""
         fields = self.fields
         model = self.model
-        self.sent: dict[int, _Sent] = defaultdict(_Sent)  # by index of the sample
+        # By index of the sample; the parser follows from the prompt.
+        self.answers: dict[int, _Answer] = defaultdict(lambda: _Answer(self._parser()))
         messages, urls = read_messages(fields, model)
         self.tools = read_tools(fields, model)
         grammar = read_response_format(fields, model) or grammar_of_tools(self.tools)
+        self.has_reasoning = grammar is None  # a grammar begins with the first token
         has_log_probs = fields.boolean("logprobs")
         num_top = fields.integer("top_logprobs", 0, 0, MAX_LOG_PROBS)
         if num_top and not has_log_probs:
@@ -331,12 +348,16 @@ class ChatRequest(_OpenAIRequest):
         more = {} if options is None else fields.get("chat_template_kwargs")
         params = read_params(fields, model, num_tokens or longest, self.num_log_probs, None)
         eos = model.tokenizer.id_of("eos")  # in chat models it ends a turn
-        if eos not in (None, model.info.eod) and not params.ignore_eos:
-            params = replace(params, stop_token_ids=(*params.stop_token_ids, eos))
+        ends: list[int | None] = [] if eos in (None, model.info.eod) else [eos]
+        markups = (self.service.reasoning, self.service.calls)
+        ends += [model.tokenizer.vocab.get(end) for markup in markups for end in markup.ends]
+        if not params.ignore_eos:
+            more_ends = dict.fromkeys(end for end in ends if end is not None)
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *more_ends))
         rules = read_rules(fields, model, params)
         fields.refuse_others(WITHOUT_EFFECT)
-        text = await self._render(messages, more)
-        prompt, images = await self._read_prompt(text, urls)
+        self.prompt_text = await self._render(messages, more)
+        prompt, images = await self._read_prompt(self.prompt_text, urls)
         if num_tokens is None:
             room = longest if model.info.decoder_start is not None else longest - len(prompt)
             params = replace(params, num_tokens_to_generate=max(room, 1))
@@ -388,63 +409,83 @@ class ChatRequest(_OpenAIRequest):
         )
         return model.with_one_bos(ids), read
 
+    def _parser(self) -> ChatParser:
+        tools = self.tools
+        calls: Markup | None = self.service.calls
+        if tools.choice == "none":
+            calls = None
+        elif tools.choice != "auto":
+            return ChatParser([markup_of_choice(tools.function)], CALL, {})
+        reasoning = self.service.reasoning if self.has_reasoning else REASONING_PARSERS[NONE]
+        return parser_of(reasoning, calls, self.prompt_text, tools.parameters)
+
+    def take(self, sample: Sample, delta: TextDelta) -> list[Part]:
+        """Add new text to the answer; return its parts."""
+        answer = self.answers[sample.index]
+        parts = answer.parser.add(delta.text, is_last=delta.finish_reason is not None)
+        if answer.parser.state == REASONING:
+            answer.num_reasoning_tokens += len(delta.tokens)
+        found = []
+        for part in parts:
+            if part.kind == "call":
+                if answer.calls and not self.tools.many:
+                    continue
+                function = {"name": part.name, "arguments": part.text}
+                call = {"id": part.call_id, "type": "function", "function": function}
+                answer.calls.append(call)
+            elif part.kind == "content":
+                answer.content += part.text
+            else:
+                answer.reasoning += part.text
+            found.append(part)
+        return found
+
     def choice(self, sample: Sample) -> dict[str, Any]:
         """Return the choice of a complete sample."""
-        content, calls = self._content_and_calls(sample, sample.text, is_last=True)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if calls:
-            message |= {"content": content.strip() or None, "tool_calls": calls}
+        answer = self.answers[sample.index]
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+        if answer.reasoning:
+            message |= _reasoning(answer.reasoning)
+        if answer.calls:
+            message |= {"content": answer.content.strip() or None, "tool_calls": answer.calls}
         return choice_of(
             sample,
             self._log_probs(sample.tokens),
-            _reason(sample.finish_reason, bool(calls)),
+            _reason(sample.finish_reason, bool(answer.calls)),
             message=message,
             stop_reason=sample.stopped_by,
         )
 
     def chunks(self, sample: Sample, delta: TextDelta) -> list[dict[str, Any]]:
-        """Return the choices to send, at most one with content and one for the end."""
-        sent = self.sent[sample.index]
-        is_last = delta.finish_reason is not None
-        content, calls = self._content_and_calls(sample, delta.text, is_last=is_last)
-        found: dict[str, Any] = {} if sent.is_begun else {"role": "assistant", "content": ""}
+        """Return the choices to send, at most one with text and one for the end."""
+        answer = self.answers[sample.index]
+        num_calls = len(answer.calls)
+        parts = self.take(sample, delta)
+        found: dict[str, Any] = {} if answer.is_begun else {"role": "assistant", "content": ""}
+        content = "".join(part.text for part in parts if part.kind == "content")
+        reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
         if content:
             found["content"] = content
-        if calls:
-            numbered = enumerate(calls, sent.num_calls - len(calls))
-            found["tool_calls"] = [{"index": index, **call} for index, call in numbered]
+        if reasoning:
+            found |= _reasoning(reasoning)
+        if calls := answer.calls[num_calls:]:
+            found["tool_calls"] = [{"index": i, **c} for i, c in enumerate(calls, num_calls)]
         log_probs = self._log_probs(delta.tokens)
         out = []
         if found or (log_probs and log_probs["content"]):
             out.append(choice_of(sample, log_probs, None, delta=found))
-            sent.is_begun = True
-        if is_last:
-            reason = _reason(delta.finish_reason, sent.num_calls > 0)
+            answer.is_begun = True
+        if delta.finish_reason is not None:
+            reason = _reason(delta.finish_reason, bool(answer.calls))
             out.append(choice_of(sample, None, reason, delta={}))
         return out
 
-    def _content_and_calls(
-        self, sample: Sample, text: str, *, is_last: bool
-    ) -> tuple[str, list[dict[str, Any]]]:
-        """Return the content and the calls in ``text``, which is new; others wait for the end."""
-        tools = self.tools
-        sent = self.sent[sample.index]
-        if tools.choice == "none":
-            return text, []
-        if tools.choice == "auto":
-            content, calls = sent.parser.add(text, is_last=is_last)
-        elif not is_last:
-            return "", []
-        elif tools.function is not None:
-            content = ""
-            calls = [call_object(tools.function, sample.text)]
-        else:
-            call = read_call(sample.text)
-            content, calls = (sample.text, []) if call is None else ("", [call])
-        if not tools.many:
-            calls = calls[: 1 - sent.num_calls]
-        sent.num_calls += len(calls)
-        return content, calls
+    def usage(self, samples: list[Sample]) -> dict[str, object]:
+        """Return OpenAI's ``usage`` with the tokens of the reasoning."""
+        answers = [self.answers[sample.index] for sample in samples]
+        num_reasoning = sum(answer.num_reasoning_tokens for answer in answers)
+        details = {"reasoning_tokens": num_reasoning}
+        return {**super().usage(samples), "completion_tokens_details": details}
 
     def _log_probs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any] | None:
         if self.num_log_probs is None:
@@ -464,6 +505,11 @@ class ChatRequest(_OpenAIRequest):
             "logprob": log_prob_of(value),
             "bytes": list(text.encode()) if is_text else None,
         }
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Return the fields of reasoning: vLLM's, and that of DeepSeek's API and chat templates."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _reason(reason: str | None, has_calls: bool) -> str | None:

@@ -1,17 +1,9 @@
-"""Fields of OpenAI's and vLLM's requests: sampling, the end of a text, messages and tools.
-
-A model writes calls of tools in the form of Hermes:
-
-<tool_call>
-{"name": "weather", "arguments": {"city": "Paris"}}
-</tool_call>
-"""
+"""Fields of OpenAI's and vLLM's requests: sampling, the end of a text, messages and tools."""
 
 from __future__ import annotations
 
 import json
-import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +12,7 @@ from megatron.inference.server.chat_images import PARAM
 from megatron.inference.server.fields import ApiError, Fields, parse_json
 from megatron.inference.server.generation import SEED_LIMIT
 from megatron.inference.server.model import Model
-from megatron.inference.text import StopFinder, TextRules
+from megatron.inference.text import TextRules
 from megatron.training.tokenizer.multimodal_tokenizer import IMAGE_TOKEN
 
 MAX_SAMPLES = 128
@@ -118,6 +110,12 @@ class Tools:
     many: bool
     function: str | None = None
 
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The JSON schema of the arguments of each function."""
+        functions = [tool["function"] for tool in self.given]
+        return {f["name"]: f.get("parameters", {"type": "object"}) for f in functions}
+
 
 def read_messages(fields: Fields, model: Model) -> tuple[list[dict[str, Any]], list[str]]:
     """Read ``messages`` as a chat template expects them: each content is a string.
@@ -157,10 +155,11 @@ def _message(urls: list[str] | None, name: str, value: object) -> dict[str, Any]
         urls += own
     if calls:
         message["tool_calls"] = calls
-    for other in ("name", "tool_call_id", "reasoning_content"):
+    # vLLM calls it "reasoning", chat templates "reasoning_content".
+    for other in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         text = fields.text(other, None)
         if text is not None:
-            message[other] = text
+            message["reasoning_content" if other == "reasoning" else other] = text
     fields.refuse_others(("refusal", "audio", "function_call", "annotations"))
     return message
 
@@ -246,10 +245,8 @@ def _tool(name: str, value: Any) -> dict[str, Any]:
 
 def grammar_of_tools(tools: Tools) -> tuple[str, str] | None:
     """Return the grammar of an answer that must be a call."""
-    functions = [tool["function"] for tool in tools.given]
-    parameters = {f["name"]: f.get("parameters", {"type": "object"}) for f in functions}
     if tools.function is not None:
-        return "json_schema", json.dumps(parameters[tools.function])
+        return "json_schema", json.dumps(tools.parameters[tools.function])
     if tools.choice != "required":
         return None
     calls = [
@@ -259,7 +256,7 @@ def grammar_of_tools(tools: Tools) -> tuple[str, str] | None:
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for name, schema in parameters.items()
+        for name, schema in tools.parameters.items()
     ]
     return "json_schema", json.dumps({"anyOf": calls})
 
@@ -296,65 +293,3 @@ def need_grammar(model: Model, param: str) -> None:
     """Raise ApiError if the engine cannot constrain the text."""
     if "grammar" not in model.info.features:
         raise ApiError(f"{param}: the engine of this server has no grammars; leave it out", param)
-
-
-_BEGIN = "<tool_call>"
-_END = "</tool_call>"
-
-
-@dataclass
-class ToolCallParser:
-    """Separate content from calls in a text that comes in parts.
-
-    Text between the tags that holds no call stays content.
-    """
-
-    _finder: StopFinder = field(default_factory=lambda: StopFinder([_BEGIN]))
-    _inside: str | None = None  # the text since a begin tag
-
-    def add(self, text: str, *, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
-        """Return new content and new calls."""
-        content = ""
-        calls = []
-        while True:
-            if self._inside is None:
-                shown, tag = self._finder.add(text)
-                content += shown
-                if tag is None:
-                    break
-                text = self._finder.rest
-                self._inside = ""
-            inside, end, text = (self._inside + text).partition(_END)
-            self._inside = inside
-            if not end and not is_last:
-                break
-            call = read_call(inside)  # the last one may end before the end tag
-            if call is None:
-                content += _BEGIN + inside + end
-            else:
-                calls.append(call)
-            self._inside = None
-            if not end:
-                break
-        return content + (self._finder.end() if is_last else ""), calls
-
-
-def read_call(text: str) -> dict[str, Any] | None:
-    """Return OpenAI's object for a call, or None if ``text`` is no call."""
-    try:
-        found = parse_json(text.encode(), "a call")  # its values must fit into an answer
-    except ApiError:
-        return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    arguments = found.get("arguments", found.get("parameters", {}))
-    return call_object(found["name"], json.dumps(arguments, ensure_ascii=False))
-
-
-def call_object(name: str, arguments: str) -> dict[str, Any]:
-    """Return OpenAI's object for a call."""
-    return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }

@@ -40,7 +40,7 @@ from megatron.inference.server.generation import Generation, GenerationRequest, 
 from megatron.inference.server.megatron_api import answer_api
 from megatron.inference.server.model import Model
 from megatron.inference.server.openai_api import CompletionRequest, log_prob_table
-from megatron.inference.server.openai_fields import ToolCallParser, read_tools
+from megatron.inference.server.openai_fields import read_tools
 from megatron.inference.text import TextDelta, TextRules
 from megatron.training.tokenizer import TokenizerSpec
 from tests.support.fake_engine import FakeEngine
@@ -223,39 +223,6 @@ def test_a_failed_update_keeps_the_engine(monkeypatch):
         {"type": "answer", "call": 0, "error": "bad weights"},
         {"type": "answer", "call": 1, "version": 3},
     ]
-
-
-CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 1000])
-@pytest.mark.parametrize(
-    ("text", "content", "names"),
-    [
-        ("no call", "no call", []),
-        (f"before {CALL} between {CALL}after", "before  between after", ["f", "f"]),
-        (CALL.removesuffix("</tool_call>"), "", ["f"]),
-        ("<tool_call>text</tool_call>!", "<tool_call>text</tool_call>!", []),
-        ("<tool_call>[1]", "<tool_call>[1]", []),
-        ("a <tool_c", "a <tool_c", []),
-        ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
-    ],
-)
-def test_calls_are_found_in_parts_of_any_size(text, content, names, size):
-    parser = ToolCallParser()
-    shown = ""
-    calls = []
-    for at in range(0, len(text), size):
-        part = parser.add(text[at : at + size], is_last=at + size >= len(text))
-        shown += part[0]
-        calls += part[1]
-    assert (shown, [call["function"]["name"] for call in calls]) == (content, names)
-
-
-@pytest.mark.parametrize("arguments", ['"\\ud800"', "[" * 900 + "]" * 900, "NaN"])
-def test_a_call_that_no_answer_can_have_stays_text(arguments):
-    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
-    assert ToolCallParser().add(text, is_last=True) == (text, [])
 
 
 @pytest.mark.parametrize(
