@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
+from tests.support import forked
 from tests.support.ranks import ROOT
 from tests.support.runs import TINY
 
@@ -22,8 +22,7 @@ CONFLICTS = {
 
 @pytest.mark.feature("Errors: one report for all ranks, under torchrun too")
 def test_all_ranks_together_report_the_conflicts_of_a_command_line_once() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "3", "pretrain_gpt.py", *TINY, *" ".join(CONFLICTS).split()]
+    command = [*forked.torchrun(3), "pretrain_gpt.py", *TINY, *" ".join(CONFLICTS).split()]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     said = ended.stdout + ended.stderr
     assert ended.returncode != 0

@@ -16,7 +16,7 @@ from tests.support.supervised import SupervisedRun
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SupervisedRun:
     """A run without faults; the others must end with its numbers."""
-    run = SupervisedRun(tmp_path_factory.mktemp("undisturbed")).start_all()
+    run = SupervisedRun(tmp_path_factory.mktemp("undisturbed"), forks=True).start_all()
     assert run.wait() == [0], run.said()
     return run
 
@@ -26,7 +26,7 @@ def test_a_killed_rank_is_restarted_to_the_same_numbers(
     tmp_path: Path, undisturbed: SupervisedRun
 ) -> None:
     environ = {"FAULTS": "step.before:kill:rank1:step5:start0"}
-    run = SupervisedRun(tmp_path, environ=environ).start_all()
+    run = SupervisedRun(tmp_path, environ=environ, forks=True).start_all()
     assert run.wait() == [0], run.said()
     assert run.numbers() == undisturbed.numbers()
     report = run.exit()
@@ -36,7 +36,8 @@ def test_a_killed_rank_is_restarted_to_the_same_numbers(
 
 
 def test_an_error_of_the_user_is_reported_once_and_not_restarted(tmp_path: Path) -> None:
-    run = SupervisedRun(tmp_path, flags=["--tensor-model-parallel-size", "3"]).start_all()
+    flags = ["--tensor-model-parallel-size", "3"]
+    run = SupervisedRun(tmp_path, flags=flags, forks=True).start_all()
     assert run.wait() == [2]
     assert run.said().count("--num-attention-heads 4 cannot be split over") == 1
     assert (run.exit()["kind"], run.exit()["restarts"]) == ("user_error", 0)
@@ -47,7 +48,7 @@ def test_an_error_of_the_user_is_reported_once_and_not_restarted(tmp_path: Path)
     "signum", selection.first(1, [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 )
 def test_a_stop_signal_lets_all_ranks_save_and_ends_with_0(tmp_path: Path, signum: int) -> None:
-    run = SupervisedRun(tmp_path, steps=100_000).start_all()
+    run = SupervisedRun(tmp_path, steps=100_000, forks=True).start_all()
     run.until(lambda: run.logged(3))
     os.kill(run.processes[0].pid, signum)
     assert run.wait() == [0], run.said()
@@ -74,7 +75,7 @@ def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
 def test_a_checkpoint_directory_that_goes_away_ends_the_run_with_2(tmp_path: Path) -> None:
     """The restart must not begin anew in an empty folder."""
     environ = {"FAULTS": "step.before:hang:rank1:step5:start0"}
-    run = SupervisedRun(tmp_path, environ=environ).start_all()
+    run = SupervisedRun(tmp_path, environ=environ, forks=True).start_all()
     # Rank 0 still saves when the metrics of the step are written.
     run.until(lambda: "successfully saved checkpoint from iteration       4 " in run.said())
     (tmp_path / "checkpoints").rename(tmp_path / "gone")
@@ -90,7 +91,7 @@ def test_a_rendezvous_that_nobody_joins_ends_with_2_and_one_message(
     tmp_path: Path, conf: str
 ) -> None:
     """Also on a node that does not host the store, whose host never starts."""
-    run = SupervisedRun(tmp_path, nodes=2, launcher=("--rdzv-conf", conf))
+    run = SupervisedRun(tmp_path, nodes=2, launcher=("--rdzv-conf", conf), forks=True)
     run.start(0)
     assert run.wait() == [2], run.said()
     (line,) = run.said().splitlines()

@@ -90,13 +90,14 @@ def draw(seed: int) -> Plan:
 class Storm:
     """Runs plans in ``folder`` and collects what was wrong."""
 
-    def __init__(self, folder: Path, ranks: int = RANKS) -> None:
-        """``ranks`` of each node."""
+    def __init__(self, folder: Path, ranks: int = RANKS, *, forks: bool = False) -> None:
+        """``ranks`` of each node; ``forks``: of `SupervisedRun`, if no plan kills a launcher."""
         self._folder = folder
         self._ranks = ranks
+        self._forks = forks
         self.wrong: list[str] = []
         self.counts: Counter[str] = Counter()
-        calm = self._run(folder / "calm", PACE).start_all()
+        calm = self._run(folder / "calm", "").start_all()
         assert calm.wait() == [0, 0], calm.said()[-4000:]
         self.expected = calm.numbers()
         assert set(self.expected) == set(range(1, STEPS + 1))
@@ -164,7 +165,13 @@ class Storm:
     def _run(self, folder: Path, faults: str) -> SupervisedRun:
         folder.mkdir(parents=True)
         run = SupervisedRun(
-            folder, nodes=2, ranks=self._ranks, steps=STEPS, flags=FLAGS, environ={"FAULTS": faults}
+            folder,
+            nodes=2,
+            ranks=self._ranks,
+            steps=STEPS,
+            flags=FLAGS,
+            environ={"FAULTS": faults},
+            forks=self._forks,
         )
         state = {"section": LIMITS, "calculated_sections": sorted(LIMITS), "out_of_section": 8.0}
         state["is_out_of_section_calculated"] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support import forked
 from tests.support.runs import ROOT, TINY, without_times
 
 QUICK = (
@@ -36,7 +38,11 @@ def free_port() -> int:
 
 @dataclass
 class SupervisedRun:
-    """A run of ``nodes`` supervisors with ``ranks`` ranks each, which save into ``folder``."""
+    """A run of ``nodes`` supervisors with ``ranks`` ranks each, which save into ``folder``.
+
+    ``forks``: start supervisors and ranks with `tests.support.forked`.  Then ranks outlive a killed
+    supervisor, and do not receive SIGSTOP.
+    """
 
     folder: Path
     nodes: int = 1
@@ -47,6 +53,7 @@ class SupervisedRun:
     flags: Sequence[str] = ()  # further flags of the script
     environ: dict[str, str] = field(default_factory=dict)
     script: Sequence[str] = ("pretrain_gpt.py",)
+    forks: bool = False
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -66,13 +73,15 @@ class SupervisedRun:
             launcher += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", self.run_id]
             launcher += ["--node-name", f"node{node}", "--local-addr", "127.0.0.1"]
         launcher += more
-        own = {} if faults is None else {"FAULTS": faults}
+        python = forked.python() if self.forks else sys.executable
+        own = {"PYTHON_EXEC": python}  # of the ranks
+        own |= {} if faults is None else {"FAULTS": faults}
         saved = str(self.folder / "checkpoints")
         flags = [*TINY, *MODEL, "--train-iters", str(self.steps), "--save", saved, "--load", saved]
         flags += ["--metrics-file", str(self.folder / "metrics.jsonl"), *self.flags]
         with open(self.folder / f"log{node}", "ab") as log:
             self.processes[node] = subprocess.Popen(
-                [sys.executable, "tools/launch.py", *launcher, *self.script, *flags],
+                [python, "tools/launch.py", *launcher, *self.script, *flags],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **self.environ, **own},
                 stdout=log,
@@ -100,10 +109,14 @@ class SupervisedRun:
 
     def kill(self) -> None:
         """End everything that still runs."""
-        for process in self.processes.values():
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        running = [process for process in self.processes.values() if process.poll() is None]
+        ranks = self.rank_processes() if running and self.forks else {}
+        for process in running:
+            process.kill()
+            process.wait()
+        for pid in ranks.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def until(self, happened: Callable[[], bool], timeout_s: float = 100.0) -> None:
         """Wait until ``happened()``, or until a supervisor has ended."""

@@ -18,6 +18,8 @@ print("torch" in sys.modules, __name__, sys.argv[1:], os.environ["WORD"], os.get
 print("to stderr", file=sys.stderr)
 if "exit" in sys.argv:
     sys.exit(7)
+if "kill" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
 if "raise" in sys.argv:
     raise ValueError("the reason")
 if "handle" in sys.argv:
@@ -51,6 +53,7 @@ def started(program: Path, *words: str) -> subprocess.Popen[str]:
         ("end", 0, "to stderr"),
         ("exit", 7, "to stderr"),
         ("raise", 1, "ValueError: the reason"),
+        ("kill", -signal.SIGKILL, "to stderr"),
     ],
 )
 def test_a_program_has_its_own_arguments_streams_and_status(

@@ -4,7 +4,7 @@
 the imports, which are most of a short program's time, are done.  A torchrun of the same kind is in
 its folder.  Each program has its own arguments, environment, folder and standard streams, gets the
 signals sent to its command, and ends with it.  Tests of the imports themselves, of the parent of a
-process or of a supervisor start ``sys.executable``.
+process or of a killed supervisor start ``sys.executable``.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     status = int(connection.recv(64) or SERVER_ENDED)
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if status != -signal.SIGKILL:  # which has no handler
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 
