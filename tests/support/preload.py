@@ -1,4 +1,4 @@
-"""What the fork server of `tests.support.ranks` imports before it forks the first rank.
+"""What the fork servers import and compute before they fork the first process.
 
 Nothing here may run a torch operation: its thread pools do not survive a fork.
 """
@@ -35,9 +35,11 @@ def preload_package(name: str) -> None:
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 host_gpu.load()
-for module in ("numpy", "pytest", "torch", "torch.distributed"):
+# The last is imported by fully_shard, and by many models of transformers.
+for module in ("numpy.random", "pytest", "torch", "torch.distributed", "torch._dynamo"):
     importlib.import_module(module)
 for module in ("tests.support.ranks", "tests.support.tolerances"):
     importlib.import_module(module)
 preload_package("megatron")
+importlib.import_module("megatron.training.arguments.parser").build_parser()  # fills its caches
 gc.freeze()  # ranks share these pages with the server until they write to them

@@ -106,28 +106,37 @@ def add_options(
 
     ``describe`` composes the help text; by default it is the option's own.
     """
-    hints = _type_hints(config_class)
+    for f, opt, spelling in _spellings(config_class, describe):
+        default = namespace_default(f, opt)  # a list of this parser
+        groups[opt.group].add_argument(flag_of(f, opt), *opt.aliases, default=default, **spelling)
+
+
+@functools.cache  # takes most of the time to build a parser
+def _spellings(
+    config_class: type, describe: Callable[[dataclasses.Field[Any], Option], str] | None
+) -> Sequence[tuple[dataclasses.Field[Any], Option, Mapping[str, Any]]]:
+    """Return each flag with the arguments of `add_argument` except names and default."""
+    hints = typing.get_type_hints(config_class)
+    found = []
     for f, opt in options_of(config_class):
         spelling: dict[str, Any] = {
             "dest": dest_of(f, opt),
-            "default": namespace_default(f, opt),
             # argparse applies % formatting to help texts.
             "help": (describe(f, opt) if describe else opt.help).replace("%", "%%"),
         }
         if opt.both_ways:
             spelling["action"] = argparse.BooleanOptionalAction
         elif is_switch(hints[f.name], opt):
-            spelling["action"] = "store_false" if spelling["default"] is True else "store_true"
+            is_on = namespace_default(f, opt) is True
+            spelling["action"] = "store_false" if is_on else "store_true"
         else:
             spelling["action"] = "extend" if opt.repeatable else "store"
             spelling["type"] = opt.parse or value_type(hints[f.name])
             spelling["nargs"] = opt.nargs
             spelling["choices"] = opt.choices
             spelling["metavar"] = _metavar(spelling["type"], opt)
-        groups[opt.group].add_argument(flag_of(f, opt), *opt.aliases, **spelling)
-
-
-_type_hints = functools.cache(typing.get_type_hints)  # takes half of the time to build a parser
+        found.append((f, opt, spelling))
+    return found
 
 
 def is_switch(annotation: object, opt: Option) -> bool:
