@@ -20,11 +20,17 @@ from tests.support import tolerances
 
 adam: Any = pytest.importorskip("megatron.core.fusions.triton.adam")
 SIZE = 8 * 128 + 200  # a program and a bit; a block of 128 and a bit
+CHUNK = 16 if IS_INTERPRETED else 128  # rows of a program: the interpreter runs them one by one
 FEWER_BITS: dict[str, Any] = {
     "use_precision_aware_optimizer": True,
     "exp_avg_dtype": "bf16",
     "exp_avg_sq_dtype": "fp16",
 }
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam, "_CHUNK", CHUNK)
 
 
 def numbers(where: str, seed: int) -> Tensor:
@@ -130,7 +136,8 @@ def many(where: str) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
     params = []
     for dtype in (torch.bfloat16, torch.float32):
-        for size in (1, 37, 0, 128, 128 * 128, 128 * 128 + 16, 2 * 128 * 128 + 200):
+        chunk = CHUNK * 128
+        for size in (1, 37, 0, 128, chunk, chunk + 16, 2 * chunk + 200):
             values = torch.randn(size, generator=generator).to(where, dtype)
             params.append(nn.Parameter(values))
         whole = torch.randn(131, generator=generator).to(where, dtype)
