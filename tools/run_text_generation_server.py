@@ -118,6 +118,7 @@ def serve(args: argparse.Namespace, words: Sequence[str]) -> None:
             if args.api_key_file is not None or args.host in _LOOPBACK:
                 features.append("update_weights")  # a client names a directory to read
             info = engine_info(args, writer, tuple(features))
+            print(writer.engine.describe(), flush=True)
             status = front_end.serve(writer.engine, info, explain=writer.explain)
             if status:
                 raise LaunchError(why_ended(status))
@@ -198,12 +199,11 @@ def engine_info(args: argparse.Namespace, writer: Writer, features: tuple[str, .
     """Return what the front end must know of the engine."""
     model = writer.engine.model
     images = writer.image_prompts
-    longest = writer.engine.options.max_sequence_length
     return EngineInfo(
         model=args.served_model_name or Path(args.load).resolve().name,
         tokenizer=dataclasses.asdict(writer.tokenizer_spec),
         vocab_size=model.vocab_size,
-        max_sequence_length=min(longest or model.max_sequence_length, model.max_sequence_length),
+        max_sequence_length=writer.engine.limits.max_sequence_length,
         eod=model.eod,
         decoder_start=model.decoder_start,
         modules=tuple(args.import_module or ()),

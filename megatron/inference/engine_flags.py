@@ -7,9 +7,10 @@ import sys
 from dataclasses import dataclass
 
 from megatron.core.inference.paged_engine.options import EngineOptions
-from megatron.training.arguments.options import add_options, read_config
+from megatron.training.arguments.options import GIVEN, add_options, read_config
 from megatron.training.config.inference import InferenceConfig
 
+_LONGEST = "inference_max_seq_length"  # the model's, unless given
 _PAGE_SIZE = InferenceConfig.inference_dynamic_batching_chunk_size
 
 
@@ -29,6 +30,7 @@ class GenerationLayout:
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the engine and of its layout to the parser of a tool."""
     add_options({"inference": parser.add_argument_group("inference")}, InferenceConfig)
+    parser.set_defaults(**{_LONGEST: None})
     layout = parser.add_argument_group("layout")
     for axis, default, what in (
         ("tensor", None, "tensor parallelism; default: all ranks that the other sizes leave"),
@@ -61,6 +63,8 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
     Raises ConfigError for a value that is out of range.
     """
     c: InferenceConfig = read_config(InferenceConfig, args)
+    given = vars(args)
+    longest = given[_LONGEST] if _LONGEST in given.get(GIVEN, (_LONGEST,)) else None
     page_size = c.inference_dynamic_batching_chunk_size
     max_requests = c.inference_dynamic_batching_max_requests_override
     if max_requests is None and not c.inference_dynamic_batching:
@@ -75,7 +79,7 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         overflow_factor=1.0 if overflow_factor is None else overflow_factor,
         guaranteed_fraction=c.inference_dynamic_batching_buffer_guaranteed_fraction,
         max_step_tokens=2048 if max_step_tokens is None else max_step_tokens,
-        max_sequence_length=c.inference_max_seq_length,
+        max_sequence_length=longest,
         max_waiting=c.inference_max_waiting_requests,
         has_prefix_cache=c.inference_prefix_cache,
         num_draft_tokens=c.inference_num_draft_tokens,

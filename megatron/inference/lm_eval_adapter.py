@@ -90,10 +90,8 @@ class _Adapter:
         self._tokenizer = self._writer.tokenizer
         if self._writer.engine.model.decoder_start is not None:
             raise ConfigError("lm-eval scores decoder-only models: an encoder-decoder has no score")
-        engine = self._writer.engine
-        longest = engine.options.max_sequence_length or engine.model.max_sequence_length
         # The engine counts the last token of a window, which is scored but not processed.
-        self.max_length = min(longest, engine.model.max_sequence_length) - 1
+        self.max_length = self._writer.engine.limits.max_sequence_length - 1
         self.max_gen_toks = int(model_args.get("max_gen_toks") or 256)
 
     @property

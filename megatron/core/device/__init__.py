@@ -227,6 +227,13 @@ def total_memory(ranks_here: int = 1) -> int:
     return process_memory.available_to_job() // ranks_here
 
 
+def free_memory(ranks_here: int = 1) -> int:
+    """Return the bytes that a process can still allocate: its share of the host's, or a GPU's."""
+    if _has_gpu():
+        return int(torch.cuda.mem_get_info(current())[0])
+    return process_memory.free_for_job() // ranks_here
+
+
 def memory_pool(allocator: Allocator) -> MemPool:
     """Return a pool of device memory from ``allocator``, for `allocating_from`."""
     return torch.cuda.MemPool(allocator)

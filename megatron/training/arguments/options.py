@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.core.config.option import Option, cli_default, dest_of, flag_of, options_of
 
+GIVEN = "dests_given"  # attribute of a parsed namespace: by the user, not by the program
 # Headings of --help in Megatron-LM's order, then our own.
 GROUPS = """
 network size

@@ -14,6 +14,7 @@ from megatron.core.config.option import flag_of, options_of
 from megatron.training.arguments.argument_parser import Parser
 from megatron.training.arguments.config_file import read_config_file, set_defaults_from
 from megatron.training.arguments.help import HelpAction
+from megatron.training.arguments.options import GIVEN as GIVEN
 from megatron.training.arguments.options import add_options, groups_of, help_line
 from megatron.training.arguments.sections import ALL_CLASSES, flags_and_defaults
 from megatron.training.config.mimo import MimoConfig
@@ -59,7 +60,6 @@ PARSE_WARNINGS = "parse_warnings"
 # Dests whose values belong to the program, which has replaced the flag by one of its own: neither
 # a derivation nor a checkpoint may change them.
 OF_PROGRAM = "dests_of_program"
-GIVEN = "dests_given"  # by the user, not by the program
 
 
 def parse_args(

@@ -51,7 +51,10 @@ class InferenceConfig:
         at_least=1,
     )
     inference_max_seq_length: int = _engine(
-        2560, "Maximum number of tokens of a request, prompt and answer.", at_least=1
+        2560,
+        "Maximum number of tokens of a request, prompt and answer; tools and server: the model's "
+        "length by default.",
+        at_least=1,
     )
     inference_dynamic_batching: bool = _engine(
         False,

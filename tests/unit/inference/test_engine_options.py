@@ -10,9 +10,11 @@ import pytest
 from megatron.core.config.errors import ConfigError
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.inference.engine_flags import add_engine_flags, engine_options
-from tests.unit.inference.test_engine import engine, requests
+from megatron.training.arguments.parser import parse_args
+from tests.unit.inference.test_engine import LENGTH, engine, requests
 
 BATCHING = "--inference-dynamic-batching"
+PAGE = 4 * 16 * 2 * 32 * 8  # bytes: layers, tokens, keys and values, channels, float64
 
 
 def options_of(*words: str) -> EngineOptions:
@@ -77,3 +79,24 @@ def test_a_huge_size_costs_no_more_than_requests_can_use(options: dict[str, Any]
 
 def test_a_buffer_of_any_size_is_a_maximum() -> None:
     assert options_of(f"{BATCHING}-buffer-size-gb", "1e300").buffer_bytes > 2**60
+
+
+def test_the_longest_request_is_the_models_unless_a_flag_says_otherwise() -> None:
+    assert options_of().max_sequence_length is None
+    assert engine_options(parse_args(argv=[])).max_sequence_length is None
+    for words in (["--inference-max-seq-length", "2560"],):
+        assert options_of(*words).max_sequence_length == 2560  # also Megatron-LM's default
+        assert engine_options(parse_args(argv=words)).max_sequence_length == 2560
+
+
+@pytest.mark.parametrize(("asked", "longest"), [(None, 16), (LENGTH, LENGTH)])
+def test_a_small_cache_lowers_the_length_of_the_model(asked: int | None, longest: int) -> None:
+    made = engine(EngineOptions(buffer_bytes=PAGE, max_sequence_length=asked), 1, {})
+    assert made.limits.num_pages == 1
+    assert made.limits.max_sequence_length == longest
+    assert made.describe().endswith(f"of up to {longest} tokens each")
+
+
+def test_a_cache_takes_no_more_than_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.device.free_memory", lambda ranks_here: 4 * PAGE)
+    assert engine(EngineOptions(max_requests=8), 1, {}).limits.num_pages == 3

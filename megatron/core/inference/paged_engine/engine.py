@@ -53,6 +53,7 @@ from megatron.core.inference.refit import Refit, note_new_weights
 _MOST_REQUESTS = 256  # that run at the same time, unless more are asked for
 _BUFFER = "--inference-dynamic-batching-buffer-size-gb"
 _PAGES_WITHOUT_ATTENTION = 2**20  # of a model whose layers are all recurrent
+_SHARE_OF_MEMORY = 0.9  # of what is free, for the KV cache at most
 _PAUSE_S = 0.001  # of a step without work
 _STOP, _PLAN, _UPDATE = 0, 1, 2  # first number of a message to the other ranks
 
@@ -100,6 +101,8 @@ class Engine:
             self._page_size = min(options.page_size, most)
         probe = self._new_runner(1, 1)
         num_pages = self._num_fitting_pages(probe)
+        if options.max_sequence_length is None:  # a wish is kept; a longer request is refused
+            longest = min(longest, num_pages * self._page_size)
         in_sequence = -(-longest // self._page_size)
         slots = options.max_requests
         if slots is None:
@@ -144,6 +147,17 @@ class Engine:
         self._flights: dict[tuple[int, int], tuple[StepPlan, StepOutput | None]] = {}
 
     # ---- rank 0 ------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Return the planned size of the KV cache, as a line for the log."""
+        limits = self.limits
+        size = limits.num_pages * self._runner.cache.bytes_per_page / 2**30
+        num_tokens = limits.num_pages * limits.page_size
+        return (
+            f"KV cache: {size:.3g} GB on each rank for {num_tokens} tokens; "
+            f"at most {limits.max_requests} requests run at the same time, of up to "
+            f"{limits.max_sequence_length} tokens each"
+        )
 
     def prepare(self, request: Request) -> bool:
         """Begin to compile the grammar of a request; return whether `add` need not wait for it.
@@ -367,19 +381,21 @@ class Engine:
         return ModelRunner(self.model, cache, self.options)
 
     def _num_fitting_pages(self, probe: ModelRunner) -> int:
-        """Return how many pages fit into every rank's buffer.
+        """Return how many pages fit into every rank's buffer, and into its free memory.
 
         An idle step of ``probe``, whose cache has one page, shows the size of a page in all layers.
         Collective over all ranks.  Raises ConfigError if no page fits.
         """
         probe.execute(self._idle_plan(probe))
         cost = probe.cache.bytes_per_page
-        buffer_bytes = self.options.buffer_bytes
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        free_bytes = int(device.free_memory(ranks_here) * _SHARE_OF_MEMORY)
+        buffer_bytes = min(self.options.buffer_bytes, free_bytes)
         fitting = torch.tensor([buffer_bytes // cost if cost else _PAGES_WITHOUT_ATTENTION])
         self._channel.all_reduce_min(fitting)
         if fitting == 0:
             raise ConfigError(
-                f"{_BUFFER} {buffer_bytes / 2**30:g}: the KV cache holds no page of "
+                f"{_BUFFER} {buffer_bytes / 2**30:.3g}: the KV cache holds no page of "
                 f"{self._page_size} tokens, which takes {cost} bytes; give more"
             )
         return int(fitting)
