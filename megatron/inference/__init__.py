@@ -8,9 +8,10 @@ from megatron.core.optional import lazy_exports
 
 if TYPE_CHECKING:
     from megatron.inference.llm import LLM as LLM
+    from megatron.inference.llm import LoRARequest as LoRARequest
     from megatron.inference.llm import PromptWithImages as PromptWithImages
 
 __getattr__ = lazy_exports(
     __name__,
-    {"LLM": "megatron.inference.llm", "PromptWithImages": "megatron.inference.llm"},
+    dict.fromkeys(("LLM", "LoRARequest", "PromptWithImages"), "megatron.inference.llm"),
 )

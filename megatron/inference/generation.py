@@ -15,6 +15,7 @@ own and takes the weights of the run (`open_engine`):
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from megatron.core.config.value_types import Arguments
 from megatron.core.device.cpu_tuning import use_huge_pages
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
 from megatron.core.inference.fast_linear import use_fast_linears
+from megatron.core.inference.paged_engine.adapters import LayerAdapters
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.runner import GenerationModel, token_of
@@ -208,6 +210,15 @@ def open_writer(
     )
 
 
+def _load_adapter(run: RunContext, module: nn.Module, folder: str) -> LayerAdapters:
+    # The package that knows the names of all families is imported when it is needed.
+    load: Callable[..., LayerAdapters] = pkgutil.resolve_name(_ADAPTERS)
+    return load(run, module, folder)
+
+
+_ADAPTERS = "megatron.inference.adapters:load_adapter"
+
+
 def load_model(config: RunConfig, **of_stage: bool) -> tuple[RunContext, nn.Module]:
     """Return the context and the model of a checkpoint.  Collective over all ranks.
 
@@ -237,6 +248,7 @@ def generation_model(
     load_weights: Callable[[str], object] | None = None,
 ) -> GenerationModel:
     """Describe the model of a run for an engine; bind fast matmuls."""
+    load_adapter = partial(_load_adapter, run, module)
     if not device.is_cuda() or options.batch_invariant or options.weights != "saved":
         weights = "fp32" if options.weights == "saved" else options.weights
         use_fast_linears(module, weights, batch_invariant=options.batch_invariant)
@@ -264,6 +276,7 @@ def generation_model(
         eod=run.tokenizer.id_of("eos" if kind.has_encoder else "eod"),
         decoder_start=start,
         load_weights=load_weights,
+        load_adapter=None if kind.has_encoder or kind.reads_images else load_adapter,
         encode_images=encode_images,
         reads_images=kind.reads_images,
         has_grid=isinstance(whole, Qwen2VLModel) and text.position_embedding_type == "mrope",

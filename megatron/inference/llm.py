@@ -22,10 +22,13 @@ import numpy as np
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.request import (
     FinishReason,
+    Pooling,
     PromptImage,
     RequestError,
     TokenOutput,
+    Vector,
     text_of,
+    vector_of,
 )
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.generation import open_writer
@@ -52,6 +55,18 @@ class PromptWithImages:
 Prompt: TypeAlias = str | Sequence[int] | PromptWithImages
 
 
+@dataclass(frozen=True)
+class LoRARequest:
+    """An adapter to generate with, as in vLLM: its name, a number without effect, its folder."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+Adapters: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
+
+
 @dataclass
 class Answer:
     """The text and tokens that follow a prompt.
@@ -68,6 +83,7 @@ class Answer:
     finish_reason: FinishReason | None = None
     prompt_scores: tuple[TokenOutput, ...] = ()
     error: str = ""
+    vector: str = ""  # of `LLM.embed`
 
 
 class LLM:
@@ -86,6 +102,7 @@ class LLM:
         self.tokenizer = tokenizer
         self._image_prompts = image_prompts
         self._ids = count()
+        self._adapter_folders: dict[str, str] = {}  # by name
 
     @classmethod
     def load(cls, path: str, **options: Any) -> LLM:
@@ -104,17 +121,40 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         stop: str | Sequence[str] = (),
+        lora_request: Adapters = None,
     ) -> list[Answer]:
         """Return the answer to each prompt, a text or its token ids, in their order.
 
-        A text ends before the first string of ``stop``.  Raises RequestError for a prompt that is
-        empty or too long.
+        A text ends before the first string of ``stop``.  ``lora_request``: an adapter, or one (or
+        None) for each prompt; its folder is read at its first use.  Raises RequestError for a
+        prompt that is empty or too long, CheckpointError for a folder without adapters.
         """
         answers = [Answer(prompt) for prompt in _listed(prompts)]
         with self._leading() as leads:
-            for _ in self._complete(answers, params, stop) if leads else ():
+            for _ in self._complete(answers, params, stop, lora_request) if leads else ():
                 pass
         return answers if leads else []
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        lora_request: Adapters = None,
+    ) -> list[Vector]:
+        """Return a vector [h] in float32 for each prompt, on rank 0.  Collective.
+
+        It is the last hidden state, after the final norm, of the last token, or the ``mean`` over
+        all tokens, with length 1 if ``normalize``.
+        """
+        answers = [Answer(prompt) for prompt in _listed(prompts)]
+        params = SamplingParams(temperature=0.0, num_tokens_to_generate=1)
+        with self._leading() as leads:
+            done = self._complete(answers, params, (), lora_request, pooling) if leads else ()
+            for _ in done:
+                pass
+        return [vector_of(a.vector, normalize=normalize) for a in answers] if leads else []
 
     def stream(
         self,
@@ -163,16 +203,24 @@ class LLM:
             self.engine.close()
 
     def _complete(
-        self, answers: list[Answer], params: SamplingParams | None, stop: str | Sequence[str]
+        self,
+        answers: list[Answer],
+        params: SamplingParams | None,
+        stop: str | Sequence[str],
+        adapters: Adapters = None,
+        pooling: Pooling | None = None,
     ) -> Iterator[TextDelta]:
         """Complete ``answers`` on rank 0; yield new text and tokens."""
         engine = self.engine
         params = params or SamplingParams()
         unfinished: dict[str, tuple[Answer, SampleText]] = {}
+        if not isinstance(adapters, Sequence):
+            adapters = [adapters] * len(answers)
         try:
-            for answer in answers:
+            for answer, adapter in zip(answers, adapters, strict=True):
                 request_id = str(next(self._ids))
-                unfinished[request_id] = answer, self._add(request_id, answer.prompt, params, stop)
+                text = self._add(request_id, answer.prompt, params, stop, adapter, pooling)
+                unfinished[request_id] = answer, text
             while unfinished:
                 for output in engine.step():
                     answer, text = unfinished[output.request_id]
@@ -182,6 +230,7 @@ class LLM:
                     answer.prompt_scores += output.prompt_scores
                     answer.finish_reason = delta.finish_reason
                     answer.error = output.error
+                    answer.vector = output.vector
                     if delta.finish_reason is not None:
                         engine.abort(output.request_id)  # at a stop string it still runs
                         del unfinished[output.request_id]
@@ -191,7 +240,13 @@ class LLM:
                 engine.abort(request_id)
 
     def _add(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, stop: str | Sequence[str]
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        stop: str | Sequence[str],
+        adapter: LoRARequest | None,
+        pooling: Pooling | None,
     ) -> SampleText:
         """Queue a request; return its text."""
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -207,6 +262,12 @@ class LLM:
         model = self.engine.model
         request = model.request(request_id, ids, params)
         request.images = images
+        request.pooling = pooling
+        if adapter is not None:
+            request.adapter = adapter.lora_name
+            if self._adapter_folders.get(adapter.lora_name) != adapter.lora_path:
+                self.engine.load_adapter(adapter.lora_name, adapter.lora_path)
+                self._adapter_folders[adapter.lora_name] = adapter.lora_path
         self.engine.add(request)
         ends = frozenset((*params.stop_token_ids, *([] if model.eod is None else [model.eod])))
         rules = TextRules(ends, stops, params.min_tokens)

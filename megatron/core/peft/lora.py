@@ -30,6 +30,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.random import fork_for_tokens, fork_if
 
+AdaptedLayer: TypeAlias = Linear | VocabParallelEmbedding
 _INSIDE = ".lora."  # in the name of every parameter of an adapter
 START = Init("zeros")  # one matrix is zero, so an untrained adapter adds nothing
 ALL_LINEAR = "all-linear"
@@ -107,14 +109,22 @@ def attach_adapters(model: nn.Module, config: LoraConfig) -> None:
     """
     for param in model.parameters():
         param.requires_grad_(info_of(param).is_new)
+    for _, layer, adapter in make_adapters(model, config):
+        layer.lora = adapter
+
+
+def make_adapters(
+    model: nn.Module, config: LoraConfig
+) -> Iterator[tuple[str, AdaptedLayer, LinearAdapter | EmbeddingAdapter]]:
+    """Yield global name, layer and a new adapter of each layer that ``config.targets`` selects."""
     for name, module, parts in list(_layers(model)):
         selected = {p for target in config.targets for p in targeted_parts(target, name, parts)}
         chosen = [part for part in parts if part in selected]
         if chosen and isinstance(module, Linear):
-            module.lora = LinearAdapter(module, name, chosen, config)
+            yield name, module, LinearAdapter(module, name, chosen, config)
         elif chosen:
             assert isinstance(module, VocabParallelEmbedding)
-            module.lora = EmbeddingAdapter(module, name, config)
+            yield name, module, EmbeddingAdapter(module, name, config)
 
 
 def names_in(model: nn.Module, targets: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -139,7 +149,7 @@ def check_targets(
         )
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer, tuple[str, ...]]]:
     """Yield global name, layer and parts of each layer that can have an adapter."""
     for name, module in model.named_modules():
         if not isinstance(module, Linear | VocabParallelEmbedding):

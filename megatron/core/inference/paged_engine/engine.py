@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
+from itertools import count, product
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ _BUFFER = "--inference-dynamic-batching-buffer-size-gb"
 _PAGES_WITHOUT_ATTENTION = 2**20  # of a model whose layers are all recurrent
 _SHARE_OF_MEMORY = 0.9  # of what is free, for the KV cache at most
 _PAUSE_S = 0.001  # of a step without work
-_STOP, _PLAN, _UPDATE = 0, 1, 2  # first number of a message to the other ranks
+_STOP, _PLAN, _UPDATE, _LOAD, _DROP = range(5)  # first number of a message to the other ranks
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,9 @@ class Engine:
             for lane in range(self._num_lanes)
         }
         self._home: dict[str, RequestScheduler] = {}
+        self.adapters: dict[str, int] = {}  # those that requests may name, with their numbers
+        self._numbers = count(1)
+        self._leaving: set[int] = set()  # numbers of adapters that only unfinished requests have
         # Kind and text of a grammar -> its matcher; None: this engine has no grammars.
         self.make_matcher: Callable[[str, str], GrammarMatcher] | None = None
         self._lane = 0
@@ -173,6 +176,7 @@ class Engine:
         self._check_content(request)
         if not self.prepare(request) and request.matcher is not None:
             request.matcher.allowed()  # wait for it
+        request.adapter_number = self.adapters[request.adapter] if request.adapter else 0
         scheduler = self._home.get(request.fork_of or "") or min(
             self._schedulers.values(), key=lambda s: s.num_running + s.num_waiting
         )
@@ -189,6 +193,10 @@ class Engine:
         if request.images and not self.model.reads_images:
             raise RequestError("this model reads no images: give a text", "images")
         check_tokens(request, self.model.vocab_size)
+        if request.pooling and self.model.decoder_start is not None:
+            raise RequestError("an encoder-decoder has no vectors of texts here", "model")
+        if request.adapter is not None and request.adapter not in self.adapters:
+            raise RequestError(f"the adapter {request.adapter!r:.80} is not loaded", "model")
 
     def abort(self, request_id: str) -> bool:
         """End a request without further output; return whether it was there."""
@@ -221,6 +229,8 @@ class Engine:
         outputs = self._held
         self._held = []
         self._lane = (lane + 1) % self._num_lanes
+        if self._leaving:
+            self._drop_adapters()
         if self._num_lanes > 1:  # sent one round ago: the other stages have worked meanwhile
             outputs += self._collected(lane)
         plans = {
@@ -258,6 +268,51 @@ class Engine:
         self.use_new_weights()
         self._start_anew()
         return self.weight_version
+
+    @waiting_for_work(False)
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load the adapter in ``folder``, while the other ranks follow; requests can name it.
+
+        Requests of an adapter that had this name go on with it.  CheckpointError: ``folder`` holds
+        none of this model; ConfigError: this engine has no adapters.
+        """
+        if self.model.load_adapter is None:
+            raise ConfigError(f"adapter {name}: only GPT and Mamba models have adapters")
+        if self.options.batch_invariant or self.options.draft_model == "mtp":
+            raise ConfigError(
+                f"adapter {name}: not with --inference-batch-invariant or --inference-draft-model "
+                "mtp; start without them, or merge the adapter into its model"
+            )
+        if "\0" in folder:
+            raise CheckpointError(f"{folder!r} is no directory: a path has no NUL character")
+        self._finish_steps()
+        number = next(self._numbers)
+        self._tell_others(np.array([_LOAD, number, *os.fsencode(folder)]))
+        self._runner.adapters.load(number, self.model.load_adapter(folder))
+        self.unload_adapter(name)
+        self.adapters[name] = number
+
+    def unload_adapter(self, name: str) -> bool:
+        """Refuse the name in new requests; return whether it was there.
+
+        The adapter is freed when no request has it any more.
+        """
+        number = self.adapters.pop(name, None)
+        if number is not None:
+            self._leaving.add(number)
+        return number is not None
+
+    def _drop_adapters(self) -> None:
+        used = set[int]().union(*(s.adapters for s in self._schedulers.values()))
+        for number in self._leaving - used:
+            self._tell_others(np.array([_DROP, number]))
+            self._runner.adapters.drop(number)
+        self._leaving &= used
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later request use the pages of those before."""
+        for pool in self._pools:
+            pool.invalidate(pool.weight_version)
 
     def generate(self, requests: Iterable[Request]) -> dict[str, list[TokenOutput]]:
         """Run requests to their end; return the tokens of each by its id."""
@@ -368,6 +423,15 @@ class Engine:
                 with suppress(CheckpointError):  # rank 0 reports it
                     self.model.load_weights(os.fsdecode(message[1:].astype(np.uint8).tobytes()))
                     self.use_new_weights()
+                continue
+            if message[0] == _LOAD:
+                assert self.model.load_adapter is not None, "rank 0 has checked it"
+                with suppress(CheckpointError):  # rank 0 reports it
+                    folder = os.fsdecode(message[2:].astype(np.uint8).tobytes())
+                    self._runner.adapters.load(int(message[1]), self.model.load_adapter(folder))
+                continue
+            if message[0] == _DROP:
+                self._runner.adapters.drop(int(message[1]))
                 continue
             result = self._runner.execute(StepPlan.from_array(message[1:]))
             if result is not None and len(result.tokens):

@@ -127,10 +127,12 @@ class PagePool:
         """Return whether a sequence has the long frequencies of LongRoPE."""
         return self.longest_short is not None and num_tokens > self.longest_short
 
-    def root(self, source: Sequence[int], *, is_long: bool = False) -> bytes:
+    def root(self, source: Sequence[int], *, is_long: bool = False, adapter: int = 0) -> bytes:
         """Return the digest to put before the first page.
 
         ``source``: tokens of the encoder.  ``is_long``: see `is_long`; no token is below 0.
+        ``adapter``: its number; 0 is none.
         """
-        text = np.array([self.weight_version, *([-1] if is_long else []), *source], dtype=np.int64)
+        salt = [-1] * is_long + [-1 - adapter] * (adapter > 0)
+        text = np.array([self.weight_version, *salt, *source], dtype=np.int64)
         return blake2b(text.tobytes(), digest_size=16).digest()

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
     from megatron.core.inference.grammar import GrammarMatcher
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+Pooling: TypeAlias = Literal["last", "mean"]
+Vector: TypeAlias = npt.NDArray[np.float32]
 Ids: TypeAlias = npt.NDArray[np.int64]
 
 FIRST_ID = 1 << 62
 PLACE_BITS = 20
 _KEY_BITS = 62 - PLACE_BITS
+_LEAST_LENGTH = np.float32(1e-12)  # of a vector, as in torch's normalize
 _LARGEST_BIAS = 100.0  # of a token's logit, as in OpenAI's API
 _LARGEST_PENALTY = 10  # for lengths: their power is a finite number above 0
 
@@ -116,7 +119,9 @@ class Request:
     whose ids the prompt has.  ``grammar``: a constraint as its kind ("json_schema", "regex")
     and its text; ``matcher`` follows it.  ``fork_of``: id of a request that was added before with
     the same prompt, whose pages this one shares as soon as they hold the prompt.  ``beam``: search
-    instead of sampling.
+    instead of sampling.  ``adapter``: name of one that the engine has loaded, under a number that
+    the engine sets.  ``pooling``: write no text, but return one vector of the last hidden states:
+    of the last token, or their mean over all tokens.
     """
 
     request_id: str
@@ -126,6 +131,9 @@ class Request:
     images: tuple[PromptImage, ...] = ()
     grammar: tuple[str, str] | None = None
     fork_of: str | None = None
+    adapter: str | None = None
+    adapter_number: int = 0
+    pooling: Pooling | None = None
     beam: BeamParams | None = None
     matcher: GrammarMatcher | None = None
     output: list[int] = field(default_factory=list)
@@ -154,7 +162,8 @@ class RequestOutput(NamedTuple):
     come with the first token.  ``weight_version``: of the weights that computed the tokens.
     ``beams``: all texts of a beam search, best first; they and ``new``, the best one's tokens,
     come when the search has ended.  ``error``: why it ended, with the reason "error";
-    ``error_param``: the field of the request to change, if the request is the cause.
+    ``error_param``: the field of the request to change, if the request is the cause.  ``vector``:
+    what ``pooling`` asks for, see `vector_of`.
     """
 
     request_id: str
@@ -166,6 +175,7 @@ class RequestOutput(NamedTuple):
     error: str = ""
     beams: tuple[Beam, ...] = ()
     error_param: str | None = None
+    vector: str = ""
 
     @staticmethod
     def from_json(found: Sequence[Any]) -> RequestOutput:
@@ -177,6 +187,12 @@ class RequestOutput(NamedTuple):
             prompt_scores=_tokens_from_json(output.prompt_scores),
             beams=tuple(beams),
         )
+
+
+def vector_of(text: str, *, normalize: bool) -> Vector:
+    """Return the vector of an output, base64 of little-endian float32; ``normalize``: length 1."""
+    found = np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)
+    return found / max(np.linalg.norm(found), _LEAST_LENGTH) if normalize else found
 
 
 def _tokens_from_json(found: Any) -> tuple[TokenOutput, ...]:
@@ -192,7 +208,8 @@ def generation_length(request: Request, limits: EngineLimits) -> int:
     length = len(request.prompt)
     if not length:
         raise RequestError("prompt has no tokens: give at least one")
-    wanted = 0 if params.prompt_log_probs_only else params.num_tokens_to_generate
+    has_text = not (params.prompt_log_probs_only or request.pooling)
+    wanted = params.num_tokens_to_generate if has_text else 0
     longest = limits.max_sequence_length - (wanted > 0)
     if length > longest:
         raise RequestError(
@@ -208,7 +225,7 @@ def generation_length(request: Request, limits: EngineLimits) -> int:
             "tokens or raise --inference-dynamic-batching-buffer-size-gb",
             "num_tokens_to_generate" if max_new else "prompt",
         )
-    return max_new
+    return 1 if request.pooling else max_new  # the step that samples gives the vector too
 
 
 def check_grammar(request: Request) -> None:

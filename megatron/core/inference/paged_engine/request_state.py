@@ -196,6 +196,8 @@ class RequestState:
     @property
     def num_reusable(self) -> int:
         """Number of tokens whose rows need not be computed if their keys are in the cache."""
+        if self.request.pooling == "mean":
+            return 0
         if self.num_scored < self.num_prompt - 1:
             return min(self.num_scored, self.goal - 1)
         return self.goal - 1
@@ -238,6 +240,8 @@ class RequestState:
             start_length=self.tokens.size,
             image_starts=tuple(starts_of_images(tokens)) if self.request.images else (),
             images=self.request.images,
+            adapter=self.request.adapter_number,
+            pooling=self.request.pooling,
         )
 
     def targets(self, end: int) -> Integers:
@@ -297,7 +301,8 @@ class RequestState:
             self.weight_version = pool.weight_version
             self.digests = []
         for i in range(len(self.digests), count):
-            root = pool.root(self.request.source, is_long=self.is_long)
+            number = self.request.adapter_number
+            root = pool.root(self.request.source, is_long=self.is_long, adapter=number)
             previous = self.digests[-1] if i else root
             self.digests.append(pool.digest(previous, self.tokens.values, i))
         return self.digests[:count]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.diagnostics.fault_injection import fault_point
+from megatron.core.inference.paged_engine.adapters import AdapterStore, LayerAdapters
 from megatron.core.inference.paged_engine.cache import BatchView, PagedCache, SlotPositions
 from megatron.core.inference.paged_engine.decode_graphs import DecodeGraphs
 from megatron.core.inference.paged_engine.draft_model import DraftModel
@@ -26,12 +27,15 @@ from megatron.core.inference.paged_engine.request import (
     FIRST_ID,
     PLACE_BITS,
     Ids,
+    Pooling,
     PromptImage,
     Request,
 )
 from megatron.core.inference.paged_engine.sampler import Sampler
 from megatron.core.inference.paged_engine.step_plan import (
+    NO_VECTOR,
     Admission,
+    Floats,
     StepOutput,
     StepPlan,
 )
@@ -59,9 +63,10 @@ class GenerationModel:
     ends a text.  An encoder-decoder has a ``decoder_start``: its encoder reads the prompt, and the
     decoder continues from that token.  ``load_weights(directory)``: replace the weights by those
     of a checkpoint; collective over all ranks.  If it raises CheckpointError, it does so on all
-    ranks and the weights are unchanged.  A model that ``reads_images`` has on its first stage
-    ``encode_images(pixels, sizes)``: [t, 3, H, W] -> [n, h], collective over tp; ``sizes`` [1, f]
-    or None: size of the image.  ``has_grid``: positions are those of M-RoPE in images.
+    ranks and the weights are unchanged; so does ``load_adapter(folder)``, which returns an
+    adapter of the model in this rank's layers.  A model that ``reads_images`` has on its first
+    stage ``encode_images(pixels, sizes)``: [t, 3, H, W] -> [n, h], collective over tp; ``sizes``
+    [1, f] or None: size of the image.  ``has_grid``: positions are those of M-RoPE in images.
     """
 
     module: nn.Module
@@ -73,6 +78,7 @@ class GenerationModel:
     eod: int | None
     decoder_start: int | None = None
     load_weights: Callable[[str], object] | None = None
+    load_adapter: Callable[[str], LayerAdapters] | None = None
     encode_images: Callable[[Tensor, Tensor | None], Tensor] | None = None
     reads_images: bool = False
     has_grid: bool = False
@@ -108,6 +114,8 @@ class ModelRunner:
         self._row_invariant = options.batch_invariant
         slots = cache.max_requests + 1
         self._slots = SlotPositions(slots, has_grid=model.has_grid)
+        self.adapters = AdapterStore(slots, model.device)
+        self._pooler = Pooler()
         self._sampler: Sampler | None = None
         if model.samples:
             self._sampler = Sampler(slots, model.vocab_size, model.device, eod=model.eod)
@@ -138,7 +146,10 @@ class ModelRunner:
         fault_point("inference.step", step=self._num_steps)
         sources = [a for a in plan.admissions if a.source]
         for admission in plan.admissions:
-            for holder in (self._slots, self._sampler, self._images):
+            for holder in (
+                *(self._slots, self._sampler, self._images),
+                *(self.adapters, self._pooler),
+            ):
                 if holder is not None:
                     holder.admit(admission)
         self.cache.copy_pages(plan.copies)
@@ -150,7 +161,9 @@ class ModelRunner:
         has_images = self._images is not None and any(
             s.tokens[-1] >= FIRST_ID for s in plan.segments
         )
-        if self._graphs is not None and not has_images:
+        # These need more than a graph holds.
+        is_special = has_images | self.adapters.begin(plan) | self._pooler.has_part_in(plan)
+        if self._graphs is not None and not is_special:
             out = self._graphs.run(plan, self._slots)
         if out is None:
             view = BatchView(
@@ -166,6 +179,8 @@ class ModelRunner:
         if self._sampler is not None:
             num_logits = self.model.num_logits or self.model.vocab_size
             result = self._sampler.sample(out[0, :, :num_logits], plan)
+            if view is not None:
+                result = result._replace(vectors=self._pooler.vectors(plan, view.hidden))
         if self._draft_model is not None:
             sampled = None if result is None else result.tokens
             assert view is not None, "a model that drafts has no graphs"
@@ -291,6 +306,46 @@ def _runs_alone(model: GenerationModel) -> bool:
         and model.config.num_moe_experts is None
         and model.decoder_start is None
     )
+
+
+class Pooler:
+    """Vectors of the texts of requests with ``pooling``, from the last hidden states.
+
+    A mean is summed over the steps that compute parts of a prompt.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, Pooling] = {}  # by slot
+        self._sums: dict[int, Tensor] = {}
+
+    def admit(self, admission: Admission) -> None:
+        """Take the kind of a request; its slot forgets the request before it."""
+        self._sums.pop(admission.slot, None)
+        self._kinds.pop(admission.slot, None)
+        if admission.pooling is not None:
+            self._kinds[admission.slot] = admission.pooling
+
+    def has_part_in(self, plan: StepPlan) -> bool:
+        """Return whether a request of the plan has a vector."""
+        return bool(self._kinds) and any(s.slot in self._kinds for s in plan.segments)
+
+    def vectors(self, plan: StepPlan, hidden: Tensor | None) -> Floats:
+        """Return the vectors [p, h] of requests that end with this step; ``hidden`` [N, 1, h]."""
+        found = []
+        first = 0
+        for segment in plan.segments if self.has_part_in(plan) else ():
+            assert hidden is not None, "the last stage has them"
+            end = first + len(segment.tokens)
+            kind = self._kinds.get(segment.slot)
+            vector = hidden[end - 1, 0].float()
+            if kind == "mean":
+                vector = self._sums.get(segment.slot, 0) + hidden[first:end, 0].float().sum(0)
+                self._sums[segment.slot] = vector
+                vector = vector / segment.num_keys
+            if kind is not None and len(segment.targets):
+                found.append(vector.cpu().numpy())
+            first = end
+        return np.stack(found) if found else NO_VECTOR.reshape(0, 0)
 
 
 class ImageStore:

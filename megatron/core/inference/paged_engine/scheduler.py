@@ -10,6 +10,7 @@ flight: they are neither planned again nor pre-empted.
 
 from __future__ import annotations
 
+import base64
 import random
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
@@ -42,6 +43,7 @@ from megatron.core.inference.paged_engine.request_state import (
 from megatron.core.inference.paged_engine.step_plan import (
     NO_INTEGERS,
     NO_TOKEN,
+    NO_VECTOR,
     SAMPLE,
     Segment,
     StepOutput,
@@ -102,6 +104,11 @@ class RequestScheduler:
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
         return bool(self._running or self._states)
+
+    @property
+    def adapters(self) -> set[int]:
+        """Numbers of the adapters of unfinished requests."""
+        return {state.request.adapter_number for state in self._states.values()}
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -182,14 +189,18 @@ class RequestScheduler:
             tops = (tuple(zip(*pair, strict=True)) for pair in pairs)
         every = map(TokenOutput, output.tokens.tolist(), output.log_probs.tolist(), tops)
         offered: Iterable[list[int]] = output.drafts.tolist() or repeat([])
+        vectors = iter(output.vectors)
         outputs = []
         for state, segment, drafts in zip(step.states, plan.segments, offered, strict=False):
             rows = list(islice(every, len(segment.targets)))
+            has_vector = state.request.pooling is not None and len(rows) > 0
+            vector = next(vectors) if has_vector else NO_VECTOR
             state.is_in_flight = False
             if state.is_ended:
                 self._free(state)
             elif found := self._record_rows(state, segment, rows, drafts, step.weight_version):
-                outputs.append(found)
+                text = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+                outputs.append(found._replace(vector=text) if has_vector else found)
         return outputs
 
     def pre_empt_all(self) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import LaunchError
-from megatron.core.inference.paged_engine.request import PromptImage
+from megatron.core.inference.paged_engine.request import Pooling, PromptImage
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -32,6 +32,7 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 SAMPLE = -1  # target of an output row whose next token is to be sampled
 NO_TOKEN = -1  # result of an output row without finite logits, or without an allowed token
 NO_INTEGERS: Integers = np.empty(0, dtype=np.int64)
+NO_VECTOR: Floats = np.empty(0, dtype=np.float32)
 SAMPLE_ONLY: Integers = np.array([SAMPLE], dtype=np.int64)
 
 
@@ -73,7 +74,8 @@ class Admission:
     tokens so far if penalties need them.  ``num_prompt``: number of tokens of its prompt.
     ``source``: tokens that an encoder reads.  ``start_length``: number of its tokens now, which
     chooses the frequencies of LongRoPE.  ``images``: of its prompt; ``image_starts``: the first row
-    of each.
+    of each.  ``adapter``: number of the one that its rows have; 0 is none.
+    ``pooling``: see `Request`.
     """
 
     slot: int
@@ -84,6 +86,8 @@ class Admission:
     start_length: int = 0
     image_starts: tuple[int, ...] = ()
     images: tuple[PromptImage, ...] = ()
+    adapter: int = 0
+    pooling: Pooling | None = None
 
     @staticmethod
     def from_json(found: dict[str, Any]) -> Admission:
@@ -179,7 +183,8 @@ class StepOutput(NamedTuple):
     on.  ``log_probs`` [r]: its log-probability; 0 where the request does not ask for it.
     ``top_tokens`` and ``top_log_probs`` [r, n]: the most likely tokens, best first; n is the
     largest number that a request of the step asks for.  ``drafts`` [segments, d]: of MTP layers,
-    after the sampled token of a segment; `NO_TOKEN` after its last draft.
+    after the sampled token of a segment; `NO_TOKEN` after its last draft.  ``vectors`` [p, h]: of
+    the requests with ``pooling`` that end with this step.
     """
 
     tokens: Integers = NO_INTEGERS
@@ -187,25 +192,27 @@ class StepOutput(NamedTuple):
     top_tokens: Integers = NO_INTEGERS.reshape(0, 0)
     top_log_probs: Floats = NO_INTEGERS.reshape(0, 0).astype(np.float32)
     drafts: Integers = NO_INTEGERS.reshape(0, 0)
+    vectors: Floats = NO_INTEGERS.reshape(0, 0).astype(np.float32)
 
     def to_array(self) -> Integers:
         """Return the output as one array; log-probabilities as the bits of float64."""
-        floats = (self.log_probs, self.top_log_probs)
+        floats = (self.log_probs, self.top_log_probs, self.vectors)
         bits = (x.astype(np.float64).ravel().view(np.int64) for x in floats)
-        shapes = (self.top_tokens.shape, self.drafts.shape)
+        shapes = (self.top_tokens.shape, self.drafts.shape, self.vectors.shape)
         return pack([*shapes, self.tokens, self.top_tokens.ravel(), self.drafts.ravel(), *bits])
 
     @staticmethod
     def from_array(array: Integers) -> StepOutput:
         """Return the output that `to_array` wrote."""
-        top_shape, drafts_shape, tokens, top_tokens, drafts, *bits = unpack(array)
-        log_probs, top_log_probs = (x.view(np.float64).astype(np.float32) for x in bits)
+        top_shape, drafts_shape, vectors_shape, tokens, top_tokens, drafts, *bits = unpack(array)
+        log_probs, top_log_probs, vectors = (x.view(np.float64).astype(np.float32) for x in bits)
         return StepOutput(
             tokens,
             log_probs,
             top_tokens.reshape(top_shape),
             top_log_probs.reshape(top_shape),
             drafts.reshape(drafts_shape),
+            vectors.reshape(vectors_shape),
         )
 
 
