@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.params.param_info import info_of
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import tokens_ahead
 from tests.support import tolerances
 from tests.support.one_process import one_process_groups, tiny_config
@@ -33,7 +34,7 @@ def build(position: str = "rope", untied: bool = False, **changes: Any) -> GPTMo
         normalization="RMSNorm",
         **{"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": FACTOR, **changes},
     )
-    spec = get_gpt_layer_local_spec(config=config)
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, config=config)
     torch.manual_seed(3)
     model = GPTModel(
         config,
@@ -166,6 +167,49 @@ def test_the_decoder_answers_as_without_it_and_evaluation_leaves_it_out() -> Non
             )
             reported = model.mtp.aux_losses.take()
             assert bool(reported) == (is_training and bool(given))
+
+
+_EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 8,
+    "add_bias_linear": False,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+
+
+@pytest.mark.parametrize("case", ["tied", "recomputed"])
+def test_experts_of_all_depths_leave_out_padding(case: str) -> None:
+    """Otherwise their losses and biases would depend on the length to which rows are padded."""
+    model = build(**_EXPERTS, **CASES[case][0])
+    text = torch.randint(0, VOCABULARY, (1, LENGTH))
+    is_padding = torch.arange(LENGTH).unsqueeze(0) >= 4
+    text[is_padding] = 0  # as behind the end of a row
+    padded = seen_by_routers(model, text, is_padding)
+    alone = seen_by_routers(model, text[:, :4], is_padding[:, :4])
+    assert len(alone) == model.config.num_layers + DEPTHS
+    for (losses, counts), (expected, expected_counts) in zip(padded, alone, strict=True):
+        assert losses == pytest.approx(expected)
+        assert counts == expected_counts
+        assert sum(counts) == 4 * model.config.moe_router_topk
+
+
+def seen_by_routers(
+    model: GPTModel, text: Tensor, is_padding: Tensor
+) -> list[tuple[dict[str, float], list[float]]]:
+    """Of each router: its auxiliary losses, and the tokens of each expert."""
+    masks = {"padding_mask": is_padding}
+    model(text, None, None, labels=text, extra_block_kwargs=masks).sum().backward()
+    found = []
+    for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+        losses = {name: float(value) for name, value in router.aux_losses.take().items()}
+        assert router.local_tokens_per_expert is not None
+        found.append((losses, router.local_tokens_per_expert.tolist()))
+        router.local_tokens_per_expert.zero_()
+    return found
 
 
 def test_names_are_those_of_the_reference() -> None:

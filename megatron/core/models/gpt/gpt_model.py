@@ -216,6 +216,7 @@ class GPTModel(LanguageModule):
         attention_mask: AttentionMask | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         runtime_gather_output: bool | None = None,
+        extra_block_kwargs: dict[str, object] | None = None,
         inference_context: KVCache | None = None,
         **of_others: object,
     ) -> Tensor:
@@ -230,6 +231,7 @@ class GPTModel(LanguageModule):
         if self.mtp is not None and mtp_in_postprocess and self.training:
             rows = input_ids, labels, loss_mask
             shared = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
+            shared |= extra_block_kwargs or {}
             hidden_states = self._with_predictions(hidden_states, rows, attention_mask, shared)
         return (self.loss_runner or self.token_losses)(hidden_states, labels)
 
