@@ -267,6 +267,8 @@ def set_up(config: RunConfig, script: _Script) -> ModelRun:
         ["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"], barrier=True
     )
     run.callbacks = default_callbacks(run)
+    if config.checkpoint.save_hf_interval is not None:
+        run.callbacks.append(importlib.import_module(_HUGGING_FACE_WRITER).StepFolders())
     # Virtual ranks are threads: each gets copies of the caller's callbacks.
     is_shared = config.distributed.virtual_ranks is not None
     for callback in copy.deepcopy(script.callbacks) if is_shared else script.callbacks:
@@ -305,6 +307,8 @@ def _train_and_evaluate(run: ModelRun) -> None:
             return
         print_datetime("after training is done")
         save_last(run)
+        if run.config.checkpoint.save_best:
+            run.checkpoints.load_best(run, run.parts)
     _save_hugging_face(run)
     for result in evaluation.evaluate_all(run, is_final=True):
         run.callbacks.on_eval_end(run, result)

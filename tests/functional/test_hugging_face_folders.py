@@ -174,6 +174,55 @@ def test_one_line_fine_tunes(chat: Path, tmp_path: Path) -> None:
     assert losses(again) == pytest.approx(losses(found), rel=1e-5)
 
 
+def overfit(folder: Path, chat: Path, *flags: str, **options: Any) -> list[dict[str, Any]]:
+    """Fine-tune until the loss of other answers rises: step 6 is the best one, 8 and 10 follow."""
+    rows = [json.loads(line) for line in (chat / "chats.jsonl").open()][:6]
+    for message in (message for row in rows for message in row["messages"]):
+        if message["role"] == "assistant":
+            message["content"] = message["content"][::-1]
+    (folder / "valid.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = f"--load {chat / 'model'} --device cpu --num-workers 0 --sft --train-iters 20 "
+    words += f"--lr 2e-2 --lr-decay-style constant --train-data-path {chat / 'chats.jsonl'} "
+    words += f"--valid-data-path {folder / 'valid.jsonl'} --data-cache-path {folder / 'cache'} "
+    words += f"--eval-interval 2 --save {folder / 'ours'} --save-interval 3 --save-best "
+    words += "--keep-last-checkpoints 1 --early-stopping-patience 2"
+    return run_gpt(folder, *words.split(), *flags, base=(), **options)
+
+
+@pytest.mark.feature("Fine-tuning: --save-best keeps the best checkpoint, and --save-hf writes it")
+def test_training_ends_with_the_weights_of_the_best_evaluation(
+    chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed, and continues in another layout, ends as one that is not."""
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    for folder in (whole, other):
+        folder.mkdir()
+    hub = ["--save-hf-interval", "3", "--save-hf"]
+    found = overfit(whole, chat, *hub, str(whole / "hf"))
+    monkeypatch.setenv("FAULTS", "save.after_rename:kill:step9")
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        overfit(other, chat, *hub, str(other / "hf"))
+    monkeypatch.delenv("FAULTS")
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
+    resumed = overfit(other, chat, *hub, str(other / "hf"), *layout, world_size=4)
+    assert [row["iteration"] for row in resumed if "lm loss" in row][-1] == 10
+    for folder, rows in ((whole, found), (other, resumed)):
+        kept = {path.name for path in (folder / "ours").glob("iter_*")}
+        assert kept == {"iter_0000006", "iter_0000010"}
+        counters = read_content(folder / "ours" / "iter_0000010").common["counters"]
+        assert (counters["best_iteration"], counters["evaluations_since_best"]) == (6, 2)
+        evaluated = [row["lm loss validation"] for row in rows if "lm loss validation" in row]
+        assert evaluated[-1] == pytest.approx(counters["best_metric"], rel=1e-4)
+        models.assert_same_weights(folder / "hf-step-6", folder / "hf")
+        names = {path.name for path in folder.glob("hf*")}
+        # The killed run had saved step 9, and had not written its folder.
+        assert names == {"hf", "hf-step-6"} | ({"hf-step-9"} if folder == whole else set())
+    their_scores(whole / "hf-step-9")
+    assert_same_scores(other / "ours" / "iter_0000006", their_scores(other / "hf"))
+    again = overfit(other, chat)  # which adds to the rows
+    assert losses(again) == losses(resumed), "the run had ended"
+
+
 @pytest.mark.skipif(models.peft is None, reason="needs peft")
 @pytest.mark.parametrize("merges", [False, True])
 def test_adapters_become_a_folder_of_peft_or_are_merged(

@@ -249,7 +249,7 @@ def _is_outdated(tracker: Tracker, newest: CheckpointFolder) -> bool:
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the ``last`` newest readable checkpoints, and iterations that are multiples.
+    """Keep the ``last`` newest readable checkpoints, iterations that are multiples, and ``best``.
 
     With ``multiples_of`` alone only the checkpoint before the newest may be deleted: older ones may
     come from runs without this option.
@@ -257,6 +257,7 @@ class Retention:
 
     last: int | None = None
     multiples_of: int | None = None
+    best: int | None = None
 
     def select_expired(self, order: Sequence[CheckpointFolder]) -> list[CheckpointFolder]:
         """Return the checkpoints of ``order`` (newest first) to delete; never the newest.
@@ -266,6 +267,7 @@ class Retention:
         """
         readable = [found for found in order if found.problem is None]
         old = readable[self.last :] if self.last is not None else readable[1:2]
+        old = [found for found in old if found.iteration != self.best]
         multiples = self.multiples_of
         if multiples is None:
             return [] if self.last is None else old

@@ -155,7 +155,8 @@ class Metrics(Callback):
             suffix=suffix,
             is_final=result.is_final,
         )
-        is_repeated = result.is_final and before == iteration
+        is_same = before == iteration and not run.config.checkpoint.save_best  # loads the best
+        is_repeated = result.is_final and is_same
 
         def write(sink: Sink) -> None:
             if sink.takes_repeated_evals or not is_repeated:

@@ -11,8 +11,9 @@ Order of collectives of exit conditions: the signal flag (one all-reduce, with
 from __future__ import annotations
 
 import gc
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,22 @@ from typing import Any
 import torch
 
 from megatron.core import device
+from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.all_ranks import SaveFailed
+from megatron.core.parallel.collectives import all_gather_json
 from megatron.training.checkpointing.paths import checkpoint_folder
 from megatron.training.fault_tolerance import sections
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.process.signals import StopSignal
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.evaluate import evaluate_all, minutes_over_limit, received_anywhere
-from megatron.training.step.run import Callback, ModelRun, PauseReason, TrainingRun
+from megatron.training.step.run import (
+    Callback,
+    EvalResult,
+    ModelRun,
+    PauseReason,
+    TrainingRun,
+)
 
 
 class Sections(Callback):
@@ -68,14 +77,82 @@ class Sections(Callback):
 class EvaluationCallback(Callback):
     """Evaluate the validation sets.  Collective over all ranks."""
 
+    _is_first = True
+
+    def on_train_start(self, run: TrainingRun) -> None:
+        if seeks_best(run) and not run.data.valid_loaders:
+            flag = "--save-best" if run.config.checkpoint.save_best else "--early-stopping-patience"
+            raise ConfigError(
+                f"{flag} compares evaluations, and the run has no validation data: give a --split "
+                "with a share for it or --valid-data-path, and --eval-iters above 0"
+            )
+
     def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
-        interval = run.config.validation.eval_interval
-        if not interval or run.state.iteration % interval or not run.data.valid_loaders:
+        if not run.data.valid_loaders:
+            return
+        if self._is_first and run.config.validation.best_metric and not result.skipped:
+            _best_metric(run, dict.fromkeys(result.losses, 0.0))  # raises for an unknown name
+            self._is_first = False
+        is_last = seeks_best(run) and run.state.iteration == run.train_iters
+        if not _is_due(run.config.validation.eval_interval, run.state.iteration) and not is_last:
             return
         with run.callbacks.paused(run, "evaluation"):
             results = evaluate_all(run)
         for evaluated in results:
             run.callbacks.on_eval_end(run, evaluated)
+        if seeks_best(run) and len(results) == len(run.data.valid_loaders):
+            note_best(run, results)
+
+
+def seeks_best(run: TrainingRun) -> bool:
+    """Return whether the run compares its evaluations."""
+    patience = run.config.validation.early_stopping_patience
+    return run.config.checkpoint.save_best or patience is not None
+
+
+def note_best(run: TrainingRun, results: Sequence[EvalResult]) -> None:
+    """Compare the mean of --best-metric over the validation sets with the best one so far.
+
+    Collective over all ranks, which take the same decision.  Raises ConfigError on all ranks if
+    the metric is not measured.
+    """
+    state = run.state
+    means = {
+        name: sum(each.losses[name] for each in results) / len(results)
+        for name in results[0].losses
+    }
+    name, value = _best_metric(run, means)
+    higher = -1 if "loss" in name else 1
+    gain = higher * (value - state.best_metric) if state.best_iteration else math.inf
+    if math.isnan(value):
+        gain = 0.0
+    if gain > 0:
+        state.best_metric, state.best_iteration = value, state.iteration
+    is_enough = gain > run.config.validation.early_stopping_min_delta
+    state.evaluations_since_best = 0 if is_enough else state.evaluations_since_best + 1
+    if state.best_iteration:
+        best = f"{name} {state.best_metric:.6E} of iteration {state.best_iteration}"
+        print_rank_0(f" the best evaluation is {best}")
+    if run.finished() and state.iteration < run.train_iters:
+        print_rank_0(
+            f" stopping early: {state.evaluations_since_best} evaluations in a row were no "
+            "improvement (--early-stopping-patience)"
+        )
+
+
+def _best_metric(run: TrainingRun, losses: Mapping[str, float]) -> tuple[str, float]:
+    """Return name and value of --best-metric, by default the first of ``losses``.
+
+    The values are those of the rank that prints them.  Collective over all ranks.
+    """
+    of_ranks = all_gather_json(dict(losses) if run.is_last_loss_rank else {}, run.groups.world)
+    shared = max(of_ranks, key=len)
+    name = run.config.validation.best_metric or next(iter(shared))
+    if name not in shared:
+        raise ConfigError(
+            f"--best-metric {name} is not measured in this run: choose one of {', '.join(shared)}"
+        )
+    return name, shared[name]
 
 
 class CheckpointCallback(Callback):
@@ -88,7 +165,8 @@ class CheckpointCallback(Callback):
         before = run.state.consumed_train_samples - result.batch_size
         size = run.batches.global_batch_size(before)
         is_ramp = run.batches.global_batch_size(before + size) != size
-        if _is_due(config.save_interval, iteration) or is_ramp:
+        is_best = config.save_best and run.state.best_iteration == iteration
+        if _is_due(config.save_interval, iteration) or is_ramp or is_best:
             save_unless_saved(run)
         if _is_due(config.non_persistent_save_interval, iteration):
             save_unless_saved(run, is_transient=True)

@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 from megatron.core.config.value_types import Arguments
 from megatron.core.diagnostics.fault_injection import fault_point
-from megatron.core.dist_checkpointing.all_ranks import PendingSave, SaveFailed, SaveResult
+from megatron.core.dist_checkpointing.all_ranks import PendingSave, SaveFailed, SaveResult, load
 from megatron.core.dist_checkpointing.background import (
     BackgroundSave,
     HostBuffer,
@@ -18,16 +18,17 @@ from megatron.core.dist_checkpointing.background import (
 )
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
-from megatron.core.dist_checkpointing.records import SavePlan
+from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX, SavePlan
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.peft.lora import store_base
 from megatron.core.tensor_parallel.frozen_weight import StoredFormat
 from megatron.training.arguments.config_file import write_config
-from megatron.training.checkpointing.base_model import identify
-from megatron.training.checkpointing.checkpoint_tensors import RunParts
+from megatron.training.checkpointing.base_model import identify, of_adapters
+from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.non_persistent import keeps_parts, transient
+from megatron.training.checkpointing.paths import checkpoint_folder
 from megatron.training.checkpointing.save import (
     announce_memory,
     log_saved,
@@ -101,6 +102,20 @@ class Checkpointer:
         # The learning rate follows the consumed samples even if no scheduler state was loaded.
         if parts.scheduler is not None and not loaded.has_schedule and run.state.iteration > 0:
             parts.scheduler.step(run.state.consumed_train_samples)
+
+    @in_phase("loading a checkpoint")
+    def load_best(self, run: RunContext, parts: RunParts) -> None:
+        """Load the weights of the best step of --save-best, unless this step is the best one."""
+        config, best = run.config.checkpoint, run.state.best_iteration
+        if best in (0, run.state.iteration):
+            return
+        assert config.save is not None, "the flags were checked"
+        folder = Path(checkpoint_folder(config.save, best))
+        tensors = model_tensors(parts)
+        if self.adapter_base is not None:
+            tensors = of_adapters(tensors)
+        load(folder, tensors, run.groups.world, leave_out=(*parts.unused, OPTIMIZER_PREFIX))
+        print_rank_0(f"  loaded the weights of the best iteration, {best}, from {folder}")
 
     def save(
         self,

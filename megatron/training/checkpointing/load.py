@@ -109,6 +109,7 @@ class Loaded:
 
 _REWARD_MODEL = "reward_model"  # --reward-model
 _REWARD_HEAD = "score.weight"
+_BEST_METRIC = "best_metric"  # --best-metric
 _OUTPUT_LAYER = "output_layer."  # prefix of tensors that a reward model does not have
 _PROJECTOR = "vision_projection."  # in the keys of its parameters and their optimizer state
 
@@ -347,9 +348,14 @@ def _restore(
         parts.rerun.load_saved_state(state[RERUN_STATE])
     if weights_only:
         return Loaded(iteration=0, has_schedule=has_schedule, folder=folder, started_from=folder)
+    counters = common["counters"]
+    compares = common["args"].get(_BEST_METRIC), (parts.asked or {}).get(_BEST_METRIC)
+    if compares[0] != compares[1] and counters.get("best_iteration"):
+        print_rank_0("NOTE: the best evaluation is forgotten: --best-metric is another one now")
+        counters = {**counters, "best_iteration": 0, "evaluations_since_best": 0}
     return Loaded(
         iteration=common["iteration"],
-        counters=common["counters"],
+        counters=counters,
         has_schedule=has_schedule,
         objective_state=common.get("objective_state"),
         folder=folder,

@@ -58,6 +58,7 @@ def transient(config: CheckpointConfig) -> CheckpointConfig:
         save=str(parts_root(config) if is_local else _root(config, config.save)),
         keep_last_checkpoints=1,
         save_retain_interval=None,
+        save_best=False,
         ckpt_format=FORMAT if is_local else config.ckpt_format,
     )
 

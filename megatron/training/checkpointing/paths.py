@@ -217,7 +217,11 @@ def check_common(common: Common, folder: Path) -> RunContent:
         "iteration": is_count(common.get("iteration")),
         "args": isinstance(common.get("args"), dict),
         "checkpoint_version": _is_number(common.get("checkpoint_version")),
-        "counters": isinstance(counters, dict) and all(map(_is_number, counters.values())),
+        "counters": isinstance(counters, dict)
+        and all(
+            _is_number(abs(number) if name == "best_metric" and type(number) is float else number)
+            for name, number in counters.items()
+        ),
         "optimizer": optimizer is None or isinstance(optimizer, dict),
         "optimizer.step": _is_number(of_optimizer.get("step")),
         # The counters of a loss scaler are negative while steps are skipped, its scale never is.

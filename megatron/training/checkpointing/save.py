@@ -76,7 +76,7 @@ def save_run(
             world,
             share_work=config.ckpt_fully_parallel_save,
             format=FORMATS[config.ckpt_format],
-            retention=Retention(config.keep_last_checkpoints, config.save_retain_interval),
+            retention=retention_of(config, counters),
             plan=plan,
         )
         if go_on is not None:
@@ -85,6 +85,12 @@ def save_run(
         saved = finish(begun, world)
     log_saved(parts.groups, saved)
     return saved
+
+
+def retention_of(config: CheckpointConfig, counters: Mapping[str, float]) -> Retention:
+    """Return which checkpoints are kept once that of ``counters`` is saved."""
+    best = int(counters.get("best_iteration", 0)) or None if config.save_best else None
+    return Retention(config.keep_last_checkpoints, config.save_retain_interval, best)
 
 
 def contents_of(

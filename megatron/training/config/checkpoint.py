@@ -32,8 +32,14 @@ class CheckpointConfig:
     )
     keep_last_checkpoints: int | None = _ckpt(
         None,
-        "Keep this many of the newest checkpoints, plus those of --save-retain-interval.",
+        "Keep this many of the newest checkpoints, plus those of --save-retain-interval and "
+        "--save-best; also of the folders of --save-hf-interval.",
         at_least=1,
+    )
+    save_best: bool = _ckpt(
+        False,
+        "Save a checkpoint whenever an evaluation improves --best-metric, keep the best one, and "
+        "end with its weights: the last evaluation and --save-hf use them.",
     )
     ckpt_max_failed_saves: int = _ckpt(
         3, "Continue training after this many failed saves in a row; one more ends the run."
@@ -138,6 +144,12 @@ class CheckpointConfig:
         None,
         "Folder that a model in Hugging Face's form is written to when training is done; with "
         "--lora-rank the adapters, in the form of PEFT.",
+    )
+    save_hf_interval: int | None = _ckpt(
+        None,
+        "Also write the folder of --save-hf every this many steps, as SAVE_HF-step-N.",
+        at_least=1,
+        at_most=INT64_MAX,
     )
     save_hf_merged: bool = _ckpt(
         False, "Add the adapters to their model in --save-hf, so that a complete model is written."

@@ -123,6 +123,22 @@ class ValidationConfig:
         1000, "Steps between evaluations.", at_least=1, at_most=INT64_MAX
     )
     skip_train: bool = _validation(False, "Only evaluate, on the loaded weights.")
+    best_metric: str | None = _validation(
+        None,
+        "Validation metric that --save-best and --early-stopping-patience compare, by its name in "
+        "the log; the loss if not given. Lower is better for names with loss, higher for others.",
+    )
+    early_stopping_patience: int | None = _validation(
+        None,
+        "End training after this many evaluations in a row that do not improve the best "
+        "--best-metric.",
+        at_least=1,
+    )
+    early_stopping_min_delta: float = _validation(
+        0.0,
+        "Improvements of at most this count as none for --early-stopping-patience.",
+        at_least=0,
+    )
     eval_generate: str | None = _validation(
         None,
         "File of conversations or prompts (jsonl, parquet) that the model answers at each "

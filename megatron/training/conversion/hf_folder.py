@@ -248,13 +248,13 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Create the folder ``path`` atomically: it has a temporary name until the block ends.
 
     An error within the block removes the folder.  Raises CheckpointError if ``path`` is a file or a
-    folder that is not empty.
+    folder that is not empty, unless it ``replaces`` that folder.
     """
-    if path.is_dir() and any(path.iterdir()) or path.is_file():
+    if not replaces and path.is_dir() and any(path.iterdir()) or path.is_file():
         raise CheckpointError(f"{path} is there already: name a new folder, or remove it")
     made = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     made.mkdir(parents=True)
@@ -264,8 +264,26 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
         raise
     fsync_folder(made)
+    if replaces:
+        remove(path)
     made.rename(path)
     fsync_folder(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove the folder ``path``, if it is there; a kill leaves it complete or under another name.
+
+    `sweep` removes folders that were left so.
+    """
+    if path.is_dir():
+        path.rename(doomed := path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}"))
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep(path: Path) -> None:
+    """Remove what killed runs left of `new_folder` and `remove` of ``path``."""
+    for left in path.parent.glob(f"{path.name}.tmp-*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def write_weights(

@@ -10,7 +10,6 @@ broadcast), for each tensor its number (broadcast) and its parts (send, receive)
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
+from megatron.core.dist_checkpointing.folders import CheckpointFolder
 from megatron.core.dist_checkpointing.records import TensorRecord, to_write
 from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, DTYPES, LazyTensor
 from megatron.core.parallel.collectives import all_or_none, broadcast_json, gather_json, on_wire
 from megatron.core.peft.lora import is_of_adapter
 from megatron.training.checkpointing.base_model import base_named_in
 from megatron.training.checkpointing.checkpoint_tensors import model_tensors
+from megatron.training.checkpointing.save import retention_of
 from megatron.training.conversion import hf_folder, peft
 from megatron.training.conversion.convert import describe, write_model
 from megatron.training.conversion.hf import SCORE
@@ -35,9 +37,11 @@ from megatron.training.conversion.shape import shape_of
 from megatron.training.conversion.source import BESIDE, EMBEDDING, config_beside, embedding_of
 from megatron.training.models.registry import model_kind_of
 from megatron.training.process.rank_print import print_rank_0
-from megatron.training.step.run import ModelRun
+from megatron.training.runtime.context import StepResult
+from megatron.training.step.run import Callback, ModelRun, TrainingRun
 
 _SNAPSHOT = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/\w+")
+_STEP = "-step-"  # between --save-hf and a step
 _END = -1
 
 
@@ -55,12 +59,29 @@ def check_model(run: ModelRun) -> None:
     all_or_none(check, "--save-hf", run.groups.world)
 
 
-def save_model(run: ModelRun) -> None:
-    """Write the folder of --save-hf; it has a temporary name until it is complete.
+class StepFolders(Callback):
+    """Write the model every --save-hf-interval steps.  Collective over all ranks."""
+
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
+        config, step = run.config.checkpoint, run.state.iteration
+        assert config.save_hf_interval is not None, "it adds this callback"
+        if step % config.save_hf_interval:
+            return
+        try:
+            with run.callbacks.paused(run, "checkpoint"):
+                save_model(run, step)
+        except CheckpointError as error:  # on all ranks alike
+            print_rank_0(f"WARNING: {error}; training goes on")
+
+
+def save_model(run: ModelRun, step: int | None = None) -> None:
+    """Write the folder of --save-hf, or of ``step``; it has a temporary name until it is complete.
 
     Collective over all ranks.  Raises CheckpointError on all ranks if rank 0 cannot write it.
     """
     target = Path(run.config.checkpoint.save_hf or "")
+    if step is not None:
+        target = target.with_name(f"{target.name}{_STEP}{step}")
     has_adapters = run.config.adapters.lora is not None
     is_peft = has_adapters and not run.config.checkpoint.save_hf_merged
     tensors = [
@@ -76,7 +97,9 @@ def save_model(run: ModelRun) -> None:
             shared.serve()
             return
         try:
-            _write(run, target, shared.lazy(), is_peft=is_peft)
+            _write(run, target, shared.lazy(), is_peft=is_peft, replaces=step is not None)
+            if step is not None:
+                _remove_older(run, target, step)
         finally:
             shared.announce(_END)
 
@@ -85,17 +108,32 @@ def save_model(run: ModelRun) -> None:
     print_rank_0(f"  successfully wrote {'adapters' if is_peft else 'the model'} to {target}")
 
 
+def _remove_older(run: ModelRun, target: Path, step: int) -> None:
+    """Remove folders of earlier steps, as --keep-last-checkpoints and its like say."""
+    prefix = target.name.removesuffix(str(step))
+    found = {path.name.removeprefix(prefix): path for path in target.parent.glob(f"{prefix}*")}
+    steps = sorted((int(name) for name in found if name.isdecimal()), reverse=True)
+    order = [CheckpointFolder(found[str(each)], each) for each in steps if each <= step]
+    kept = retention_of(run.config.checkpoint, run.state.to_dict())
+    for old in kept.select_expired(order):
+        hf_folder.remove(old.folder)
+
+
 def _write(
-    run: ModelRun, target: Path, weights: Mapping[str, LazyTensor], *, is_peft: bool
+    run: ModelRun,
+    target: Path,
+    weights: Mapping[str, LazyTensor],
+    *,
+    is_peft: bool,
+    replaces: bool,
 ) -> None:
     config = run.config
     has_text = not model_kind_of(config).classifies_images
     vocab_size = embedding_of(weights).shape[0] if has_text else 1
     origin = _origin(run)
     came_with = config_beside(origin)
-    for left in target.parent.glob(f"{target.name}.tmp-*"):  # by a run that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    with hf_folder.new_folder(target) as folder:
+    hf_folder.sweep(target)
+    with hf_folder.new_folder(target, replaces=replaces) as folder:
         if is_peft:
             _, family, shape = describe(config, vocab_size, came_with)
             name = _base_name(run) or came_with.get("_name_or_path")

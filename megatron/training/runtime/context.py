@@ -50,6 +50,9 @@ class TrainState:
     consumed_valid_samples: int = 0
     num_tokens: int = 0
     num_floating_point_operations_so_far: float = 0.0
+    best_metric: float = 0.0  # best value of --best-metric, if `best_iteration` is above 0
+    best_iteration: int = 0
+    evaluations_since_best: int = 0  # without an improvement of --early-stopping-min-delta
     stop_reason: str | None = field(default=None, metadata={"saved": False})
     # Of the program, where a step was rejected.
     exit_code: int = field(default=0, metadata={"saved": False})
@@ -141,4 +144,7 @@ class RunContext:
 
     def finished(self) -> bool:
         """Return whether the loop must end before another step."""
-        return self.state.stop_reason is not None or self.state.iteration >= self.train_iters
+        patience = self.config.validation.early_stopping_patience
+        is_exhausted = patience is not None and self.state.evaluations_since_best >= patience
+        is_done = is_exhausted or self.state.iteration >= self.train_iters
+        return self.state.stop_reason is not None or is_done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,13 @@ from typing import Any
 import pytest
 
 from megatron.core import device
+from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics.energy import EnergyMonitor, Gpu
 from megatron.training.callbacks import default as energy_module
 from megatron.training.callbacks import periodic as exit_module
 from megatron.training.callbacks import progress_log as progress_module
 from megatron.training.callbacks.default import energy_monitor
-from megatron.training.callbacks.periodic import ExitConditions, ManualGC, TrainSync
+from megatron.training.callbacks.periodic import ExitConditions, ManualGC, TrainSync, note_best
 from megatron.training.callbacks.profiler import (
     MemoryHistory,
     NsysRange,
@@ -28,7 +30,7 @@ from megatron.training.callbacks.progress_log import ProgressLog, series_start
 from megatron.training.process.signals import StopSignal
 from megatron.training.step import evaluate as evaluate_module
 from megatron.training.step.evaluate import minutes_over_limit
-from megatron.training.step.run import CallbackList, CheckpointEvent
+from megatron.training.step.run import CallbackList, CheckpointEvent, EvalResult
 from tests.support.callback_calls import fake_run, step_result
 
 
@@ -40,6 +42,37 @@ def train(run: Any, callback: Any, last: int = 10) -> None:
         run.state.advance(step_result(), 1e12)
         callback.on_step_end(run, step_result())
     callback.on_train_end(run)
+
+
+# Flags, losses of each validation set at steps 1, 2 ..., and the step of the best one and the
+# number of evaluations since then, after each of them.
+EVALUATIONS = [
+    ("", [[3.0], [2.0], [2.0], [5.0], [1.0]], [(1, 0), (2, 0), (2, 1), (2, 2), (5, 0)]),
+    ("--best-metric accuracy", [[0.5], [0.4], [0.6]], [(1, 0), (1, 1), (3, 0)]),
+    ("--best-metric margin", [[-2.0], [-3.0], [-1.0]], [(1, 0), (1, 1), (3, 0)]),
+    ("", [[math.nan], [2.0], [math.nan], [math.inf]], [(0, 1), (2, 0), (2, 1), (2, 2)]),
+    ("", [[1.0, 5.0], [2.0, 3.5], [0.5, 5.5]], [(1, 0), (2, 0), (2, 1)]),
+    ("--early-stopping-min-delta 0.5", [[3.0], [2.5], [1.9]], [(1, 0), (2, 1), (3, 0)]),
+]
+
+
+@pytest.mark.parametrize(("flags", "losses", "expected"), EVALUATIONS)
+def test_the_best_evaluation_is_remembered(
+    flags: str, losses: list[list[float]], expected: list[tuple[int, int]]
+) -> None:
+    run = fake_run(f"--early-stopping-patience 2 --train-iters 9 {flags}")
+    name = flags.split()[-1] if "metric" in flags else "lm loss"
+    for sets, (best, since) in zip(losses, expected, strict=True):
+        run.state.advance(step_result(), 0)
+        note_best(run, [EvalResult(losses={name: value, "else": 0.0}) for value in sets])
+        assert (run.state.best_iteration, run.state.evaluations_since_best) == (best, since)
+        assert run.finished() == (since == 2)
+
+
+def test_a_metric_that_is_not_measured_is_refused() -> None:
+    run = fake_run("--save-best --save x --best-metric bleu")
+    with pytest.raises(ConfigError, match="--best-metric bleu is not measured .* lm loss, ppl$"):
+        note_best(run, [EvalResult(losses={"lm loss": 1.0, "ppl": 2.0})])
 
 
 @pytest.fixture

@@ -41,6 +41,8 @@ def order(*iterations: int, damaged: tuple[int, ...] = ()) -> list[CheckpointFol
         (Retention(multiples_of=20), order(50, 30, 10), [30]),
         (Retention(multiples_of=20), order(50, 40, 10), []),
         (Retention(last=1), order(10), []),
+        (Retention(last=1, best=20), order(40, 30, 20, 10), [30, 10]),
+        (Retention(multiples_of=20, best=30), order(50, 30, 10), []),
         # somebody went back from 90 to 10: the newest is the one published last
         (Retention(last=2), order(20, 90, 10), [10]),
         # a damaged one is not what one goes back to

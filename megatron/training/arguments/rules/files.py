@@ -6,6 +6,7 @@ from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.training.arguments.rules.rule import Settings, named, refusal
 from megatron.training.arguments.value_rules import out_of_range
+from megatron.training.config.run import GRPO
 
 _SIZES = "--num-layers --hidden-size --num-attention-heads --seq-length --micro-batch-size".split()
 _FILES_OF_TOKENIZERS = {
@@ -97,6 +98,8 @@ _find_rank_files = given(
     "--ckpt-format --ckpt-convert-format", lambda name: name in ("torch", "torch_dcp")
 )
 
+_BEST = named("--save-best --early-stopping-patience")
+
 _CHECKPOINTS = rules(
     where(
         lambda c: c.save is not None and c.save_retain_interval is not None,
@@ -114,6 +117,28 @@ _CHECKPOINTS = rules(
             ),
             "--finetune needs --load or --pretrained-checkpoint": lambda c: (
                 c.finetune and c.pretrained_checkpoint is None
+            ),
+        },
+    ),
+    {
+        "--save-best needs --save, where the best checkpoint is kept": None,
+        "--save-best with --async-save and {--async-save-when-busy}: the save of the best step "
+        "could be skipped: use wait": lambda c: (
+            c.save_best and c.async_save and c.async_save_when_busy == "skip"
+        ),
+        "--save-hf-interval needs --save-hf": None,
+    },
+    where(
+        lambda c: c.save_best or c.early_stopping_patience is not None,
+        {
+            "{found} with {--ckpt-format}: the format does not hold the best evaluation: use "
+            "safetensors_dist": lambda c: (
+                c.save is not None and c.ckpt_format != "safetensors_dist" and _BEST(c)
+            ),
+            "{found} with {objective}: it compares the evaluations of other training; save with "
+            "--save-interval": lambda c: c.objective == GRPO and _BEST(c),
+            "{found} with --logits-save-dir, which does not train: leave it out": lambda c: (
+                c.logits_save_dir is not None and _BEST(c)
             ),
         },
     ),

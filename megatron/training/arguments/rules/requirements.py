@@ -87,8 +87,10 @@ _FLAGS_NEEDED = parse_table(
 --dataloader-type external | dataloader_save
 --tokenizer-type MultimodalTokenizer | tokenizer_prompt_format special_tokens image_tag_type
     force_system_message
---save | save_interval save_retain_interval keep_last_checkpoints ckpt_max_failed_saves
-    async_save no_save_optim no_save_rng
+--save | save_interval ckpt_max_failed_saves async_save no_save_optim no_save_rng
+--save or --save-hf-interval | save_retain_interval keep_last_checkpoints
+--save-best or --early-stopping-patience | best_metric
+--early-stopping-patience | early_stopping_min_delta
 --non-persistent-ckpt-type global | non_persistent_global_ckpt_dir
 --non-persistent-ckpt-type local or in_memory | non_persistent_local_ckpt_dir
     non_persistent_local_ckpt_algo
