@@ -235,7 +235,7 @@ def check_checkpoints() -> None:
 def check_llm() -> None:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        run_code(code_of("serving.md", 2))
+        run_code(code_of("serving.md", 3))
     assert said.getvalue().count("\n") >= 2
 
 
@@ -285,7 +285,7 @@ CHECKS: dict[str, tuple[Callable[[], None], bool]] = {  # whether it needs a mod
 
 
 FILE = re.compile(r"# my_\w+\.py\n|# pretrain_\w+\.py\n")  # test_extension_pages.py runs these
-# Page -> blocks that tests run; test_serving_commands.py and test_server_images.py run three.
+# Page -> blocks that tests run; test_serving_commands.py and test_server_images.py run four.
 NUM_RUN = {
     "README.md": 1,
     "adding_a_check.md": 1,
@@ -293,7 +293,7 @@ NUM_RUN = {
     "library.md": 1,  # test_simple_train_loop.py runs it
     "porting.md": 1,
     "rl.md": 2,
-    "serving.md": 4,
+    "serving.md": 5,
     "vision.md": 3,
 }
 
@@ -317,7 +317,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_callback_that_generates_between_steps_runs(tmp_path: Path) -> None:
-    (tmp_path / "my_samples.py").write_text(code_of("serving.md", 3))
+    (tmp_path / "my_samples.py").write_text(code_of("serving.md", 4))
     (said,) = run_ranks(run_callback, 1, str(tmp_path))
     assert len(re.findall(r"^\[\d+(?:, \d+)*\]$", said, re.MULTILINE)) == 2
 

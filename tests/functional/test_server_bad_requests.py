@@ -13,6 +13,7 @@ from tests.support.server_process import fake_server
 C = "/v1/completions"
 H = "/v1/chat/completions"
 A = "/api"
+R = "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 HALF = "\ud800"  # of a surrogate pair
@@ -24,6 +25,10 @@ def completion(**fields):
 
 def chat(**fields):
     return {"messages": HI, **fields}
+
+
+def response(**fields):
+    return {"input": "hi", **fields}
 
 
 def tool(**function):
@@ -128,6 +133,53 @@ BAD = [
     (C, completion(min_tokens=17), 400, "min_tokens"),
     (C, completion(stop_token_ids=[600]), 400, "stop_token_ids"),
     (C, completion(suffix="b"), 400, "suffix"),
+    (C, completion(priority=1), 400, "priority"),
+    (C, completion(allowed_token_ids=[]), 400, "allowed_token_ids"),
+    (C, completion(allowed_token_ids=[600]), 400, "allowed_token_ids"),
+    (C, completion(bad_words="a"), 400, "bad_words"),
+    (C, completion(bad_words=[" "]), 400, "bad_words"),
+    (C, completion(truncate_prompt_tokens=0), 400, "truncate_prompt_tokens"),
+    (C, completion(truncate_prompt_tokens=2, echo=True), 400, "echo"),
+    (C, completion(return_token_ids=1), 400, "return_token_ids"),
+    (C, completion(cache_salt=1), 400, "cache_salt"),
+    (C, completion(guided_json=5), 400, "guided_json"),
+    (C, completion(guided_choice="a"), 400, "guided_choice"),
+    (C, completion(guided_regex="a", guided_choice=["b"]), 400, "structured_outputs"),
+    (C, completion(structured_outputs={"xml": 1}), 400, "structured_outputs.xml"),
+    (C, completion(guided_decoding_backend="x"), 400, "guided_decoding_backend"),
+    (
+        H,
+        chat(continue_final_message=True, add_generation_prompt=True),
+        400,
+        "add_generation_prompt",
+    ),
+    (H, chat(chat_template="x"), 400, "chat_template"),
+    ("/tokenize", chat(n=2), 400, "n"),
+    (R, {}, 400, "input"),
+    (R, {"input": 5}, 400, "input"),
+    (R, {"input": ["a"]}, 400, "input"),
+    (R, {"input": [{"type": "item_reference", "id": "a"}]}, 400, "input"),
+    (R, {"input": [{"role": "king", "content": "a"}]}, 400, "input.role"),
+    (R, {"input": [{"role": "user", "content": [{"type": "x"}]}]}, 400, "input"),
+    (R, {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, 400, "input"),
+    (R, {"input": [{"type": "reasoning", "content": 5}]}, 400, "input"),
+    (R, {"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, 400, "input"),
+    (R, response(previous_response_id="a"), 400, "previous_response_id"),
+    (R, response(background=True), 400, "background"),
+    (R, response(truncation="auto"), 400, "truncation"),
+    (R, response(tools=[{"type": "web_search"}]), 400, "tools"),
+    (R, response(tools=[{"type": "function"}]), 400, "tools"),
+    (R, response(tool_choice="required"), 400, "tool_choice"),
+    (R, response(max_output_tokens=0), 400, "max_output_tokens"),
+    (R, response(max_tokens=5), 400, "max_tokens"),
+    (R, response(messages=HI), 400, "messages"),
+    (R, response(n=2), 400, "n"),
+    (R, response(text={"format": {"type": "xml"}}), 400, "text.format.type"),
+    (R, response(text={"format": {"type": "json_schema"}}), 400, "text.format"),
+    (R, response(text={"x": 1}), 400, "text.x"),
+    (R, response(include=["message.output_text.logprobs"]), 400, "include"),
+    (R, response(temperature="hot"), 400, "temperature"),
+    (R, response(new_field=1), 400, "new_field"),
     (C, completion(prompt=["a"] * 2048, logprobs=20), 400, "logprobs"),
     (C, completion(prompt=["a"] * 500, best_of=4, max_tokens=200, logprobs=1), 400, "logprobs"),
     (C, completion(n=128, max_tokens=900, logprobs=5, stream=True), 400, "logprobs"),
@@ -227,6 +279,51 @@ def test_a_bad_request_is_refused_and_the_next_one_answered(server, number):
     _is_error(found, param)
     status, found = server.ask("POST", C, {"prompt": "abc", "max_tokens": 99})
     assert (status, found["choices"][0]["text"]) == (200, "abc")
+
+
+@pytest.mark.feature("Serving: /openapi.json and /docs describe the fields of each path")
+def test_the_described_ranges_are_those_that_the_server_checks(server):
+    status, found = server.ask("GET", "/openapi.json")
+    assert status == 200
+
+    def fields_of(path):
+        content = found["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        assert content["schema"]["additionalProperties"] is False
+        return content["schema"]["properties"]
+
+    known = {path: fields_of(path) for path in (C, H, R, "/tokenize", "/detokenize")}
+    assert {"prompt", "messages", "tools"} <= known["/tokenize"].keys()
+    assert known[C]["stream_options"]["properties"].keys() == {"include_usage"}
+    assert not {"messages", "max_tokens"} & known[R].keys()
+    assert known["/detokenize"]["tokens"]["items"]["maximum"] == 599
+    checked = set()
+    for path, body in ((C, completion()), (H, chat()), (R, response())):
+        for name, schema in known[path].items():
+            kind = schema.get("type", [None])[0]
+            wrong = {"boolean": "yes", "string": 5, "object": 5, "array": 5}.get(kind)
+            if "maximum" in schema and kind in ("integer", "number"):
+                wrong = schema["maximum"] + 1
+            if wrong is None or (path, name) == (R, "input"):
+                continue
+            status, answer = server.ask("POST", path, {**body, name: wrong})
+            assert (status, answer["error"]["param"]) == (400, name), (path, name, answer)
+            checked.add(name)
+    assert len(checked) > 40
+    for path, methods in found["paths"].items():
+        assert all(operation["summary"] for operation in methods.values()), path
+
+
+def test_the_description_is_that_of_openapi(server):
+    validator = pytest.importorskip("openapi_spec_validator")
+    validator.validate(server.ask("GET", "/openapi.json")[1])
+
+
+def test_small_pages_answer(server):
+    assert server.ask("GET", "/ping")[0] == 200
+    assert server.ask("GET", "/version")[1].keys() == {"version"}
+    status, headers, content = server.ask_raw("GET", "/docs")
+    assert (status, b"openapi.json" in content) == (200, True)
+    assert "default-src 'none'" in headers["content-security-policy"]
 
 
 def test_no_request_of_them_is_open(server):

@@ -30,7 +30,9 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     template = folder / "template.jinja"
-    template.write_text("{{ messages[-1].content }}")
+    template.write_text(
+        "{{ messages[-1].content }}{{ '<end>' if messages[-1].role == 'assistant' }}"
+    )
     words = ("--chat-template", str(template), "--reasoning-parser", "qwen3")
     with fake_server(folder, *words) as found:
         yield found
@@ -279,6 +281,155 @@ def test_extensions_of_vllm_are_accepted(client):
     )
     assert found.usage.completion_tokens == 9
     assert found.choices[0].prompt_logprobs[0] is None
+
+
+def test_ids_of_tokens_are_returned_and_prompts_truncated(client):
+    extra = {"return_token_ids": True, "truncate_prompt_tokens": 3, "ignore_eos": True}
+    for is_stream in (False, True):
+        found = client.completions.create(
+            model="fake", prompt=PROMPT, max_tokens=4, stream=is_stream, extra_body=extra
+        )
+        choices = [part.choices[0] for part in (found if is_stream else [found])]
+        prompt = choices[0].prompt_token_ids
+        assert len(prompt) == 3
+        ids = [token for choice in choices for token in choice.token_ids]
+        assert ids == [*prompt, prompt[0]]  # the engine repeats its prompt
+        assert all("prompt_token_ids" not in c.model_extra for c in choices[1:])
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_chat_returns_ids_and_scores_of_its_prompt(client, is_stream):
+    extra = {"return_token_ids": True, "prompt_logprobs": 1}
+    found = client.chat.completions.create(
+        model="fake",
+        messages=[{"role": "user", "content": "Hello"}],
+        stream=is_stream,
+        extra_body=extra,
+    )
+    parts = list(found) if is_stream else [found]
+    assert parts[0].prompt_token_ids == [40, 413, 79]
+    assert [entry and len(entry) for entry in parts[0].prompt_logprobs] == [None, 2, 2]
+    ids = [t for p in parts for t in p.choices[0].model_extra.get("token_ids") or []]
+    assert ids == [40, 413, 79, 0]
+
+
+def test_special_tokens_can_be_left_out_of_the_text(client):
+    for is_left_out, text in ((False, "H<|endoftext|>"), (True, "H")):
+        found = client.completions.create(
+            model="fake",
+            prompt=[40, 0],
+            max_tokens=2,
+            extra_body={"ignore_eos": True, "skip_special_tokens": is_left_out},
+        )
+        assert found.choices[0].text == text
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"guided_json": {"type": "impossible"}},
+        {"guided_json": '{"type": "impossible"}'},
+        {"structured_outputs": {"json": {"type": "impossible"}}},
+    ],
+)
+def test_a_grammar_of_vllm_reaches_the_engine(client, field):
+    with pytest.raises(openai.BadRequestError, match="allows no text"):
+        client.completions.create(model="fake", prompt="abc", extra_body=field)
+
+
+def test_a_message_goes_on_where_it_ends(server):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " Hello  "}]
+    body = {"messages": messages, "continue_final_message": True, "return_token_ids": True}
+    status, found = server.ask("POST", "/v1/chat/completions", body)
+    assert status == 200
+    status, whole = server.ask("POST", "/tokenize", {"prompt": " Hello  "})
+    assert found["prompt_token_ids"] == whole["tokens"]
+
+
+def test_messages_have_the_tokens_of_the_chat(server):
+    messages = [{"role": "user", "content": PROMPT}]
+    status, found = server.ask(
+        "POST", "/tokenize", {"messages": messages, "tools": [WEATHER], "return_token_strs": True}
+    )
+    assert (status, found["count"], "".join(found["token_strs"][:3])) == (200, 10, "Hello")
+    chat = {"messages": messages, "return_token_ids": True}
+    assert (
+        server.ask("POST", "/v1/chat/completions", chat)[1]["prompt_token_ids"] == found["tokens"]
+    )
+
+
+REPLY = f"<think>Hm.</think>\n\nLook. {CALL}\n{CALL}"
+OWN_TOOL = {"type": "function", "strict": False, **WEATHER["function"]}
+
+
+@pytest.mark.feature("Serving: OpenAI's client gets responses, complete, parsed and streamed")
+def test_a_response_has_reasoning_text_and_calls(client):
+    found = client.responses.create(
+        model="fake", input=REPLY, instructions="Be brief.", tools=[OWN_TOOL], store=True
+    )
+    assert [item.type for item in found.output] == ["reasoning", "message", *["function_call"] * 2]
+    assert found.output[0].content[0].text == "Hm."
+    assert found.output_text == "Look. "
+    assert json.loads(found.output[2].arguments) == {"city": "Paris"}
+    assert (found.status, found.store, found.instructions) == ("completed", False, "Be brief.")
+    assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
+    assert 0 < found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
+    cut = client.responses.create(model="fake", input=PROMPT, max_output_tokens=3)
+    assert (cut.output_text, cut.status) == ("Hello", "incomplete")
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+def test_the_events_of_a_response_follow_its_items(client):
+    found = client.responses.create(model="fake", input=REPLY, tools=[OWN_TOOL], stream=True)
+    events = list(found)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    order = [kind for i, kind in enumerate(kinds) if kind != (kinds[i - 1] if i else None)]
+
+    def text_of(kind):
+        item = ["output_item.added", "content_part.added", f"{kind}.delta", f"{kind}.done"]
+        return [*item, "content_part.done", "output_item.done"]
+
+    call = [f"function_call_arguments.{kind}" for kind in ("delta", "done")]
+    assert order == [
+        *("created", "in_progress"),
+        *text_of("reasoning_text"),
+        *text_of("output_text"),
+        *(2 * ["output_item.added", *call, "output_item.done"]),
+        "completed",
+    ]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == events[-1].response.output
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == done[1].content[0].text == "Look. "
+
+
+def test_the_client_collects_a_stream_of_a_response(client):
+    with client.responses.stream(model="fake", input=REPLY, tools=[OWN_TOOL]) as stream:
+        kinds = {event.type for event in stream}
+        found = stream.get_final_response()
+    assert "response.completed" in kinds
+    assert found.output_text == "Look. "
+
+
+def test_a_response_is_parsed_by_the_client(client):
+    pydantic = pytest.importorskip("pydantic")
+
+    class City(pydantic.BaseModel):
+        name: str
+
+    found = client.responses.parse(model="fake", input='{"name": "Oslo"}', text_format=City)
+    assert found.output_parsed == City(name="Oslo")
+
+
+def test_the_output_of_a_response_is_input_of_the_next_one(client, server):
+    first = client.responses.create(model="fake", input=REPLY, tools=[OWN_TOOL])
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}, *first.output]
+    for item in first.output[2:]:
+        answer = {"type": "function_call_output", "call_id": item.call_id, "output": "sunny"}
+        items.append(answer)
+    found = client.responses.create(model="fake", input=items, tools=[OWN_TOOL])
+    assert found.output_text == "sunny"
 
 
 def test_the_best_of_several_samples_are_returned(client):

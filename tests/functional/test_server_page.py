@@ -53,6 +53,19 @@ def test_the_page_chats_and_shows_probabilities(tmp_path):
         assert all(url.startswith(server.url) for url in urls)
 
 
+def test_the_page_of_paths_lists_their_fields(tmp_path):
+    with fake_server(tmp_path / "bpe") as server, browser(tmp_path / "profile") as page:
+        page.open(f"{server.url}/docs")
+        page.run(
+            "new Promise((resolve) => { const look = () => document.body.dataset.state ? resolve()"
+            " : setTimeout(look, 10); look(); })"
+        )
+        paths = page.run("[...document.querySelectorAll('summary code')].map((c) => c.textContent)")
+        assert {"/v1/responses", "/api", "/v1/models/{name}"} <= {*paths}
+        rows = page.run("[...document.querySelectorAll('tr')].map((row) => row.textContent)")
+        assert "temperaturenumber0 to 21" in rows
+
+
 def test_the_page_shows_an_error(tmp_path):
     with fake_server(tmp_path / "bpe") as server, browser(tmp_path / "profile") as page:
         page.open(server.url)

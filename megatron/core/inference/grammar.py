@@ -34,7 +34,7 @@ from megatron.core.limited_processes import LENGTH, LimitedProcesses, Start, exc
 from megatron.core.optional import require
 
 _LARGEST_TEXT = 1 << 16  # characters
-_KINDS = ("json_schema", "regex")
+_KINDS = ("json_schema", "regex", "lark")
 _MOST_GRAMMARS = 128  # in use at the same time: each has a process
 _KEPT_GRAMMARS = 16  # of the last requests, for later requests that have the same grammar
 _WAIT_S = 0.005  # of a step, for the answer to a token
@@ -120,13 +120,13 @@ class Grammars:
     def matcher(self, kind: str, text: str) -> GrammarMatcher:
         """Return a matcher at the start of a grammar.
 
-        ``kind``: "json_schema" or "regex".
+        ``kind``: "json_schema", "regex" or "lark" (llguidance's form of Lark's grammars).
         The matcher has an ``error`` as soon as it is ready if no text fits, or if the grammar needs
         too much time or memory.  Raises RequestError for a grammar of another kind or too long, and
         QueueFullError if too many are in use.
         """
         if kind not in _KINDS:
-            text = f"grammar of kind {kind!r}: give json_schema or regex"
+            text = f"grammar of kind {kind!r}: give json_schema, regex or lark"
             raise RequestError(text, "grammar")
         if len(text) > _LARGEST_TEXT:
             size = f"grammar of {len(text)} characters"

@@ -94,6 +94,8 @@ class _Compiler:
             if kind == "json_schema":
                 how = {"whitespace_pattern": _SPACES} if text.lstrip().startswith("{") else None
                 grammar = of.grammar_from_json_schema(text, overrides=how)
+            elif kind == "lark":
+                grammar = of.grammar_from_lark(text)
             else:
                 grammar = of.grammar_from_regex(text)
             limits = self._library.LLParserLimits(**_LIMITS)

@@ -34,8 +34,9 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 class SamplingParams:
     """``temperature`` 0 or ``top_k`` 1 is greedy.  Filters apply in the order of the fields below.
 
-    Order on logits: ``logit_bias``, penalties, ``min_tokens`` and ``forbidden_after``, temperature,
-    ``top_k``, ``top_p``, ``min_p``.  Log-probabilities are of the model, before all of these.
+    Order on logits: ``logit_bias``, penalties, ``min_tokens``, ``forbidden_after`` and
+    ``bad_words``, ``allowed_token_ids``, temperature, ``top_k``, ``top_p``, ``min_p``.
+    Log-probabilities are of the model, before all of these.
     """
 
     temperature: float = 1.0
@@ -62,6 +63,8 @@ class SamplingParams:
     ignore_eos: bool = False  # continue after the end-of-document token
     return_prompt_log_probs: bool = False
     prompt_log_probs_only: bool = False  # generate nothing; for scoring
+    allowed_token_ids: tuple[int, ...] = ()  # no other tokens; empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that a text never has in sequence
 
     def __post_init__(self) -> None:
         for problem in self.problems():
@@ -98,9 +101,9 @@ class SamplingParams:
 
     @property
     def has_penalty(self) -> bool:
-        """Whether the choice of a token depends on how often tokens came before."""
+        """Whether the choice of a token depends on the tokens before the last one."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-        return penalties != (1, 0, 0)
+        return penalties != (1, 0, 0) or bool(self.bad_words)
 
 
 def _as_tuple(value: Any) -> Any:

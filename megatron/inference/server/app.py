@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from megatron.core.config.errors import MegatronError
+from megatron.core.inference.paged_engine.request import text_of
 from megatron.core.optional import require
 from megatron.inference.server.engine_link import EngineDied
 from megatron.inference.server.fields import ApiError, Body, Fields, as_api_error
@@ -25,7 +26,14 @@ from megatron.inference.server.http import (
     responses,
 )
 from megatron.inference.server.megatron_api import answer_api
-from megatron.inference.server.openai_api import ChatRequest, CompletionRequest, answer
+from megatron.inference.server.openai_api import (
+    ChatPrompt,
+    ChatRequest,
+    CompletionRequest,
+    answer,
+)
+from megatron.inference.server.openapi import Route, describe, version
+from megatron.inference.server.responses_api import ResponsesRequest
 
 starlette = require("starlette.applications", "the server")
 routing = require("starlette.routing", "the server")
@@ -33,15 +41,12 @@ requests = require("starlette.requests", "the server")
 exceptions = require("starlette.exceptions", "the server")
 
 _LOG = logging.getLogger(__name__)
-_PAGE = Path(__file__).parent / "page.html"
+_FOLDER = Path(__file__).parent
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; frame-ancestors 'none'"
 )
 _HEALTH_TIMEOUT_S = 10.0
-
-# Service (of a POST or PUT), request and its body -> answer.
-Endpoint: TypeAlias = Callable[..., Awaitable[Any]]
 
 
 class FrontEnd:
@@ -59,20 +64,28 @@ class FrontEnd:
         self._loopback_name = loopback_name
         self._max_body_bytes = max_body_bytes
         self._num_active = 0
+        self._routes = [
+            Route("POST", "/v1/completions", partial(answer, CompletionRequest)),
+            Route("POST", "/completions", partial(answer, CompletionRequest)),
+            Route("POST", "/v1/chat/completions", partial(answer, ChatRequest)),
+            Route("POST", "/v1/responses", partial(answer, ResponsesRequest)),
+            Route("POST", "/tokenize", answer_tokenize),
+            Route("POST", "/detokenize", answer_detokenize),
+            Route("POST", "/update_weights", answer_update_weights),
+            Route("PUT", "/api", answer_api),
+            Route("GET", "/v1/models", self._models),
+            Route("GET", "/v1/models/{name:path}", self._models),
+            Route("GET", "/tokenizer_info", self._tokenizer_info),
+            Route("GET", "/health", self._health, is_open=True),
+            Route("GET", "/ping", self._health, is_open=True),
+            Route("GET", "/version", self._version),
+            Route("GET", "/metrics", self._metrics),
+            Route("GET", "/openapi.json", self._openapi, is_open=True),
+        ]
         routes = [
-            self._route("POST", "/v1/completions", partial(answer, CompletionRequest)),
-            self._route("POST", "/completions", partial(answer, CompletionRequest)),
-            self._route("POST", "/v1/chat/completions", partial(answer, ChatRequest)),
-            self._route("POST", "/tokenize", answer_tokenize),
-            self._route("POST", "/detokenize", answer_detokenize),
-            self._route("POST", "/update_weights", answer_update_weights),
-            self._route("PUT", "/api", answer_api),
-            self._route("GET", "/v1/models", self._models),
-            self._route("GET", "/v1/models/{name:path}", self._models),
-            self._route("GET", "/tokenizer_info", self._tokenizer_info),
-            self._route("GET", "/health", self._health),
-            self._route("GET", "/metrics", self._metrics),
-            routing.Route("/", self._page),
+            *map(self._guarded, self._routes),
+            routing.Route("/", partial(_page, "page.html")),
+            routing.Route("/docs", partial(_page, "docs.html")),
         ]
         handlers = {
             exceptions.HTTPException: _no_route,
@@ -119,18 +132,19 @@ class FrontEnd:
             await asyncio.sleep(0.05)
         return self._num_active
 
-    def _route(self, method: str, path: str, endpoint: Endpoint) -> Any:
+    def _guarded(self, route: Route) -> Any:
         # The route decides about the key, not a comparison of paths of clients: nothing that they
         # send can make the two differ.
         async def guarded(request: Any) -> Any:
-            if self._keys and path != "/health":
+            if self._keys and not route.is_open:
                 check_key(request.headers.get("authorization", ""), self._keys)
-            if method == "GET":
-                return await endpoint(request)
+            if route.method == "GET":
+                return await route.endpoint(request)
             service = self._ready()
-            return await endpoint(service, request, await read_json(request, self._max_body_bytes))
+            body = await read_json(request, self._max_body_bytes)
+            return await route.endpoint(service, request, body)
 
-        return routing.Route(path, guarded, methods=[method])
+        return routing.Route(route.path, guarded, methods=[route.method])
 
     def _ready(self) -> Service:
         if self._is_draining:
@@ -142,7 +156,7 @@ class FrontEnd:
         return self.service
 
     async def _models(self, request: Any) -> Any:
-        """GET /v1/models and /v1/models/NAME."""
+        """GET /v1/models and /v1/models/NAME: the model."""
         info = self._ready().model.info
         name = request.path_params.get("name")
         if name not in (None, info.model):
@@ -172,13 +186,23 @@ class FrontEnd:
         )
 
     async def _health(self, request: Any) -> Any:
+        """GET /health and /ping: whether the engine answers."""
         try:
             await self._ready().client.ask("ping", _HEALTH_TIMEOUT_S)
         except TimeoutError as error:
             raise ApiError(str(error), status=503) from None
         return json_answer({"status": "ok"})
 
+    async def _version(self, request: Any) -> Any:
+        """GET /version: of the package."""
+        return json_answer({"version": version()})
+
+    async def _openapi(self, request: Any) -> Any:
+        """GET /openapi.json: the paths of this server and their fields."""
+        return json_answer(await describe(self._ready(), self._routes))
+
     async def _metrics(self, request: Any) -> Any:
+        """GET /metrics, in Prometheus's format."""
         if self.service is None:
             raise _not_now("the model is being loaded")
         values = {}
@@ -189,9 +213,11 @@ class FrontEnd:
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return responses.Response(self.service.metrics.text(values), media_type=kind)
 
-    async def _page(self, request: Any) -> Any:
-        headers = {"Content-Security-Policy": _PAGE_POLICY}
-        return responses.HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=headers)
+
+async def _page(name: str, request: Any) -> Any:
+    headers = {"Content-Security-Policy": _PAGE_POLICY}
+    text = (_FOLDER / name).read_text(encoding="utf-8")
+    return responses.HTMLResponse(text, headers=headers)
 
 
 def _not_now(reason: str) -> ApiError:
@@ -227,15 +253,23 @@ _UPDATE_TIMEOUT_S = 600.0
 
 
 async def answer_tokenize(service: Service, request: Any, body: Body) -> Any:
-    """POST /tokenize: text -> ids."""
+    """POST /tokenize: text or messages -> ids."""
     fields = Fields(body)
+    model = service.model
     service.check_model(fields)
-    text = fields.check_text("prompt", fields.get("prompt"))
     is_plain = not fields.boolean("add_special_tokens", True)
-    fields.refuse_others()
-    (ids,) = await service.model.tokenize([text], is_plain=is_plain)
-    longest = service.model.info.max_sequence_length
-    return json_answer({"tokens": ids, "count": len(ids), "max_model_len": longest})
+    has_texts = fields.boolean("return_token_strs")
+    if body.get("messages") is None:
+        text = fields.check_text("prompt", fields.get("prompt"))
+        fields.refuse_others()
+        (ids,) = await model.tokenize([text], is_plain=is_plain)
+    else:
+        prompt = ChatPrompt(service, fields, is_plain=is_plain)
+        fields.refuse_others()
+        ids, _ = await prompt.ids(1)
+    longest = model.info.max_sequence_length
+    texts = {"token_strs": [model.token_text(i) for i in text_of(ids)]} if has_texts else {}
+    return json_answer({"tokens": ids, "count": len(ids), "max_model_len": longest, **texts})
 
 
 async def answer_detokenize(service: Service, request: Any, body: Body) -> Any:

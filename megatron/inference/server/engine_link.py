@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # the front end imports no torch
     from megatron.core.inference.paged_engine.engine import Engine
 
 MAX_BYTES = 64 << 20  # of one message; a request body is smaller
-_REQUEST_FIELDS = ("request_id", "prompt", "source", "grammar", "fork_of")
+_REQUEST_FIELDS = ("request_id", "prompt", "source", "grammar", "fork_of", "cache_salt")
 _READ_BYTES = 1 << 20
 _PREPARING_WAIT_S = 0.002  # of an idle engine, for grammars that are being compiled
 

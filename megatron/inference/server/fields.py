@@ -69,6 +69,21 @@ _MAX_CONTAINERS = 1 << 16  # objects and lists of one text: each costs time in P
 _MAX_NAMES = 1 << 17  # of fields in them
 
 
+class Example(dict[str, Any]):
+    """A body that is read to learn its fields: ``schema`` gets a JSON schema for each name.
+
+    `Fields.refuse_others` then ends the reading with `FieldsKnown`.
+    """
+
+    def __init__(self, values: Body, schema: dict[str, Any] | None = None) -> None:
+        super().__init__(values)
+        self.schema: dict[str, Any] = {} if schema is None else schema
+
+
+class FieldsKnown(Exception):
+    """All fields of an `Example` have been read."""
+
+
 class Fields:
     """Fields of ``body``; each may be null, which is its default.
 
@@ -79,11 +94,21 @@ class Fields:
         self._body = body
         self._prefix = prefix
         self._read: set[str] = set()
+        self._schema = body.schema if isinstance(body, Example) else None
 
     def get(self, name: str) -> Any:
         """Return the value, or None."""
         self._read.add(name)
+        self._note(name)
         return self._body.get(name)
+
+    def _note(self, name: str, kind: str = "", default: object = None, **schema: object) -> None:
+        """Note the JSON schema of a field of an `Example`."""
+        if self._schema is None:
+            return
+        noted = {**schema, "type": [kind, "null"]} if kind else schema
+        noted |= {} if default is None else {"default": default}
+        self._schema[name] = self._schema.get(name, {}) | noted
 
     def path(self, name: str) -> str:
         """Return the field's name after the names of the objects around it."""
@@ -106,19 +131,23 @@ class Fields:
     def integer(self, name: str, default: T, low: int, high: int) -> int | T:
         """Read an integer from ``low`` to ``high``."""
         wanted = f"an integer from {low} to {high}"
+        self._note(name, "integer", default, minimum=low, maximum=high)
         return self._checked(name, default, lambda v: type(v) is int and low <= v <= high, wanted)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         """Read a finite number from ``low`` to ``high``."""
         wanted = f"a number from {low:g} to {high:g}"
+        self._note(name, "number", default, minimum=low, maximum=high)
         return float(self._checked(name, default, lambda v: low <= as_number(v) <= high, wanted))
 
     def boolean(self, name: str, default: bool = False) -> bool:
         """Read true or false."""
+        self._note(name, "boolean", default)
         return self._checked(name, default, lambda v: type(v) is bool, "true or false")
 
     def text(self, name: str, default: T) -> str | T:
         """Read a string."""
+        self._note(name, "string", default)
         return self._checked(name, default, lambda v: type(v) is str, "a string")
 
     def check_text(self, name: str, value: object) -> str:
@@ -130,6 +159,7 @@ class Fields:
     def choice(self, name: str, default: str, choices: Iterable[str]) -> str:
         """Read one of some strings."""
         value = self.text(name, default)
+        self._note(name, enum=[*choices, None])
         if value not in choices:
             raise self.fail(name, f"give one of {', '.join(choices)}")
         return value
@@ -137,6 +167,8 @@ class Fields:
     def list_of(self, name: str, check: Callable[[str, object], T], most: int) -> list[T]:
         """Read a list of at most ``most`` items; empty if it is missing."""
         wanted = f"a list of at most {most} items"
+        items = {"items": {"type": "string"}} if check == self.check_text else {}
+        self._note(name, "array", maxItems=most, **items)
         value: list[Any] = self._checked(
             name, [], lambda v: type(v) is list and len(v) <= most, wanted
         )
@@ -145,6 +177,10 @@ class Fields:
     def sub_object(self, name: str) -> Fields | None:
         """Read an object; its fields must be read too."""
         value = self._checked(name, None, lambda v: type(v) is dict, "an object")
+        self._note(name, "object")
+        if value is not None and self._schema is not None:
+            value = Example(value)
+            self._note(name, properties=value.schema, additionalProperties=False)
         return None if value is None else Fields(value, self.path(name))
 
     def token_ids(self, name: str, value: object, vocab_size: int, most: int) -> list[int]:
@@ -152,6 +188,8 @@ class Fields:
 
         The checks run in C: a list of a million ids does not hold up other requests.
         """
+        ids = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
+        self._note(name, items=ids, maxItems=most)
         if not isinstance(value, list) or len(value) > most:
             raise self.fail(name, f"give a list of at most {most} token ids")
         is_ids = not value or (
@@ -163,10 +201,26 @@ class Fields:
 
     def refuse_others(self, ignored: Iterable[str] = ()) -> None:
         """Raise ApiError for a field that was not read, and is not one of those without effect."""
+        for name in ignored:
+            self._note(name)
+        if self._schema is not None and not self._prefix:
+            raise FieldsKnown
         for name in self._body:
             if name not in self._read and name not in ignored:
-                path = self.path(name[:_SHOWN])
-                raise ApiError(f"{path}: this server has no such field; leave it out", path)
+                raise self._unknown(name)
+
+    def others(self, more: Body, refused: Iterable[str]) -> Body:
+        """Return the fields that nobody has read, and ``more``; ``refused`` are unknown ones."""
+        left = {name: value for name, value in self._body.items() if name not in self._read}
+        for name in refused:
+            if name in left:
+                raise self._unknown(name)
+        left |= {name: value for name, value in more.items() if value is not None}
+        return left if self._schema is None else Example(left, self._schema)
+
+    def _unknown(self, name: str) -> ApiError:
+        path = self.path(name[:_SHOWN])
+        return ApiError(f"{path}: this server has no such field; leave it out", path)
 
 
 def as_number(value: Any) -> float:

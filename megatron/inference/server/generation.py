@@ -125,7 +125,8 @@ class GenerationRequest:
     """The request of an HTTP client: ``num_samples`` texts of each prompt (token ids).
 
     ``images``: those whose ids the prompts have.  ``keeps_tokens``: samples have tokens at their
-    end, not only text; each takes much more memory than its text.
+    end, not only text; each takes much more memory than its text.  ``hidden``: tokens whose text is
+    left out.  ``cache_salt``: only requests with the same one share pages of the KV cache.
     """
 
     prompts: Sequence[list[int]]
@@ -136,6 +137,8 @@ class GenerationRequest:
     beam: BeamParams | None = None
     images: tuple[PromptImage, ...] = ()
     keeps_tokens: bool = True
+    hidden: frozenset[int] = frozenset()
+    cache_salt: str = ""
 
     @property
     def num_values(self) -> int:
@@ -166,8 +169,8 @@ class Sample:
     timer: RequestTimer
     text: str = ""
     tokens: list[PlacedToken] = field(default_factory=list)
-    num_scored: int = 0  # tokens of the text, also if they are not kept
-    sum_log_prob: float = 0.0  # of these
+    token_ids: list[int] = field(default_factory=list)  # also if tokens are not kept
+    sum_log_prob: float = 0.0
     prompt_scores: tuple[TokenOutput, ...] = ()
     finish_reason: FinishReason | None = None
     stopped_by: str | int | None = None
@@ -178,7 +181,7 @@ class Sample:
     @property
     def mean_log_prob(self) -> float:
         """Mean log-probability of its tokens."""
-        return self.sum_log_prob / max(self.num_scored, 1)
+        return self.sum_log_prob / max(len(self.token_ids), 1)
 
     def add(self, output: RequestOutput, *, keeps_tokens: bool) -> TextDelta:
         """Add an output; return what is new."""
@@ -191,7 +194,7 @@ class Sample:
         self.text += delta.text
         if keeps_tokens:
             self.tokens += delta.tokens
-        self.num_scored += len(delta.tokens)
+        self.token_ids += [placed.output.token for placed in delta.tokens]
         self.sum_log_prob += sum(placed.output.log_prob for placed in delta.tokens)
         self.finish_reason = delta.finish_reason
         self.stopped_by = delta.stopped_by
@@ -236,7 +239,11 @@ class Generation:
                 generation_id,
                 index,
                 wanted.prompts[index // wanted.num_samples],
-                SampleText(model.decode, wanted.rules, text_of(request.prompt)),
+                SampleText(
+                    partial(model.decode, hidden=wanted.hidden),
+                    wanted.rules,
+                    text_of(request.prompt),
+                ),
                 RequestTimer(metrics),
             )
             for index, (request_id, request) in enumerate(self._requests.items())
@@ -332,6 +339,7 @@ def _request(
         grammar=wanted.grammar,
         fork_of=f"{generation_id}-{at}-0" if number else None,  # whose pages it shares
         beam=wanted.beam,
+        cache_salt=wanted.cache_salt,
     )
 
 

@@ -13,7 +13,7 @@ import hmac
 import ipaddress
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from megatron.core.optional import require
@@ -166,9 +166,10 @@ class EventStream(_Streaming):  # type: ignore[misc]
             self._close()
 
 
-def event(data: object) -> str:
-    """Return one server-sent event."""
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+def event(data: Mapping[str, Any]) -> str:
+    """Return one server-sent event, which has the name of its ``type``, if any."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
 DONE = "data: [DONE]\n\n"

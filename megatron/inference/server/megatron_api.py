@@ -26,7 +26,7 @@ _FLAGS = (
     "prevent_newline_after_colon",
     "no_log",  # this server logs no prompts
 )
-_KNOWN = {
+KNOWN = {
     *"prompts tokens_to_generate temperature top_k top_p top_p_decay top_p_bound".split(),
     *"random_seed beam_width length_penalty stop_token".split(),
     *_FLAGS,
@@ -34,7 +34,7 @@ _KNOWN = {
 
 
 async def answer_api(service: Service, request: Any, body: Body) -> Any:
-    """Answer one request."""
+    """PUT /api: Megatron-LM's protocol."""
     model = service.model
     params = read_params(body)
     texts = body["prompts"]
@@ -128,7 +128,7 @@ def read_params(body: Body) -> SamplingParams:
     for old, new in (("max_len", "tokens_to_generate"), ("sentences", "prompts")):
         _need(old not in body, f"{old} is no longer used.  Replace with {new}")
     for name in body:
-        _need(name in _KNOWN, f"{name[:80]} is no field of this server; leave it out")
+        _need(name in KNOWN, f"{name[:80]} is no field of this server; leave it out")
     for name in _FLAGS:
         _need(isinstance(body.get(name, False), bool), f"{name} must be a boolean value")
     prompts = body["prompts"]

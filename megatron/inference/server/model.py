@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -240,9 +240,14 @@ class Model:
         processor = LimitedImageProcessor(images.settings)
         return cls(info, tokenizer, ImagePrompts(images, tokenizer, processor.read))
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ``ids``; ids of the vocabulary's padding have none."""
-        return self.tokenizer.detokenize(self._known(ids))
+    def decode(self, ids: list[int], *, hidden: frozenset[int] = frozenset()) -> str:
+        """Return the text of ``ids``; ids of the vocabulary's padding and hidden ones have none."""
+        shown = [i for i in ids if i not in hidden] if hidden else ids
+        return self.tokenizer.detokenize(self._known(shown))
+
+    def special_ids(self, kept: Iterable[str]) -> frozenset[int]:
+        """Return the special tokens but those with the texts ``kept``."""
+        return frozenset(self.tokenizer.special_ids()) - {*map(self.tokenizer.vocab.get, kept)}
 
     async def decode_all(self, rows: Sequence[list[int]]) -> list[str]:
         """Return the text of each of some lists of ids, which may be long."""

@@ -38,9 +38,9 @@ from megatron.inference.server.openai_fields import (
     MAX_LOG_PROBS,
     MAX_SAMPLES,
     grammar_of_tools,
+    read_grammar,
     read_messages,
     read_params,
-    read_response_format,
     read_rules,
     read_tools,
 )
@@ -69,11 +69,13 @@ class _OpenAIRequest(ABC):
     kinds: tuple[str, str]  # of a complete answer, and of a chunk
     generation: GenerationRequest
     num_log_probs: int | None  # likely tokens of each token; None: no log-probabilities
+    has_ids = False  # ids of tokens in the answer
 
     def __init__(self, service: Service, body: Body) -> None:
         """Read the fields that all requests have.  Raises ApiError."""
         self.service = service
         self.model = service.model
+        self.started_at = int(time.time())
         self.fields = fields = Fields(body)
         service.check_model(fields)
         self.is_plain = not fields.boolean("add_special_tokens", True)
@@ -86,6 +88,44 @@ class _OpenAIRequest(ABC):
                 raise ApiError("stream_options: only with stream: true", "stream_options")
             self.has_usage = options.boolean("include_usage")
             options.refuse_others()
+        self.has_ids = fields.boolean("return_token_ids")
+        self.skips_special = fields.boolean("skip_special_tokens")
+        self.cache_salt = fields.text("cache_salt", "")
+        # Number of tokens that stay; -1: as many as the model can read.
+        longest = self.model.info.max_sequence_length
+        self.num_kept = fields.integer("truncate_prompt_tokens", None, -1, longest)
+        if self.num_kept == 0:
+            raise fields.fail("truncate_prompt_tokens", "give -1, or 1 and more")
+        self.num_prompt_log_probs = fields.integer("prompt_logprobs", None, 0, MAX_LOG_PROBS)
+
+    def truncated(self, prompt: list[int], num_new: int) -> list[int]:
+        """Return the last tokens of a prompt, as ``truncate_prompt_tokens`` asks."""
+        if self.num_kept is None:
+            return prompt
+        longest = self.model.info.max_sequence_length
+        return prompt[-(self.num_kept if self.num_kept > 0 else max(longest - num_new, 1)) :]
+
+    def prompt_fields(self, sample: Sample) -> dict[str, Any]:
+        """Return the fields about the prompt, which come with the first event of a sample."""
+        found: dict[str, Any] = {}
+        if self.num_prompt_log_probs is not None:
+            found["prompt_logprobs"] = self._prompt_table(sample, self.num_prompt_log_probs)
+        if self.has_ids:
+            found["prompt_token_ids"] = sample.prompt
+        return found
+
+    def _prompt_table(self, sample: Sample, num_top: int) -> list[dict[str, Any] | None]:
+        """Return vLLM's ``prompt_logprobs``: of each token of the prompt, id -> log-probability."""
+        table: list[dict[str, Any] | None] = [None]
+        for score in sample.prompt_scores:
+            found = {**dict(score.top[:num_top]), score.token: score.log_prob}
+            table.append(
+                {
+                    str(t): {"logprob": log_prob_of(p), "decoded_token": self.model.token_text(t)}
+                    for t, p in found.items()
+                }
+            )
+        return table
 
     @abstractmethod
     async def read(self) -> None:
@@ -95,7 +135,40 @@ class _OpenAIRequest(ABC):
         """Return the choice of a complete sample."""
         tokens = tuple(sample.tokens)
         delta = TextDelta(sample.text, tokens, sample.finish_reason, sample.stopped_by)
-        return self.chunks(sample, delta)[0]
+        choice = self.chunks(sample, delta)[0]
+        return {**choice, "token_ids": sample.token_ids} if self.has_ids else choice
+
+    def events(self, sample: Sample, delta: TextDelta) -> Objects:
+        """Return the objects to send when a stream has ``delta``."""
+        return [
+            self._object(sample, [found], **self.about_answer(sample))
+            for found in self.chunks(sample, delta)
+        ]
+
+    def last_events(self, samples: list[Sample]) -> Objects:
+        """Return the objects after the last sample of a stream."""
+        usage = self.usage(samples)
+        return [self._object(samples[0], [], usage=usage)] if self.has_usage else []
+
+    def complete_object(self, samples: list[Sample]) -> dict[str, Any]:
+        """Return the answer that is no stream."""
+        choices = [{**self.choice(s), "index": i} for i, s in enumerate(samples)]
+        more = self.about_answer(samples[0])
+        return self._object(samples[0], choices, usage=self.usage(samples), **more)
+
+    def _object(self, sample: Sample, choices: Objects, **more: object) -> dict[str, Any]:
+        return {
+            "id": f"{self.id_prefix}-{sample.generation_id}",
+            "object": self.kinds[self.is_stream],
+            "created": self.started_at,
+            "model": self.model.info.model,
+            "choices": choices,
+            **more,
+        }
+
+    def about_answer(self, sample: Sample) -> dict[str, Any]:
+        """Return further fields of the object around the choices."""
+        return {}
 
     def take(self, sample: Sample, delta: TextDelta) -> object:
         """Add new text of a sample to an answer that is no stream."""
@@ -133,37 +206,16 @@ async def answer(kind: type[_OpenAIRequest], service: Service, request: Any, bod
     """Answer a request with one object, or with a stream of them."""
     asked = kind(service, body)
     await asked.read()
-    started_at = int(time.time())
-
-    def object_of(number: str, choices: list[dict[str, Any]], **more: object) -> dict[str, Any]:
-        return {
-            "id": f"{asked.id_prefix}-{number}",
-            "object": asked.kinds[asked.is_stream],
-            "created": started_at,
-            "model": service.model.info.model,
-            "choices": choices,
-            **more,
-        }
-
-    def to_events(sample: Sample, delta: TextDelta) -> Objects:
-        return [object_of(sample.generation_id, [found]) for found in asked.chunks(sample, delta)]
-
-    def last(samples: list[Sample]) -> Objects:
-        usage = asked.usage(samples)
-        return [object_of(samples[0].generation_id, [], usage=usage)] if asked.has_usage else []
-
-    def written() -> Any:
-        choices = [{**asked.choice(s), "index": i} for i, s in enumerate(samples)]
-        return json_answer(object_of(samples[0].generation_id, choices, usage=asked.usage(samples)))
-
     if asked.is_stream:
-        return await service.stream(asked.generation, request, to_events, last)
+        return await service.stream(asked.generation, request, asked.events, asked.last_events)
     samples = asked.best(await service.samples(asked.generation, request, asked.take))
-    return await write(asked.generation.num_values, written)
+    return await write(
+        asked.generation.num_values, lambda: json_answer(asked.complete_object(samples))
+    )
 
 
 class CompletionRequest(_OpenAIRequest):
-    """A request of /v1/completions."""
+    """POST /v1/completions: texts -> their continuations."""
 
     id_prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
@@ -175,17 +227,21 @@ class CompletionRequest(_OpenAIRequest):
         self.begun: set[int] = set()  # samples whose prompt has been sent
         self.has_echo = fields.boolean("echo")
         prompts, self.texts = await read_prompts(
-            fields, model, has_texts=self.has_echo, is_plain=self.is_plain
+            fields,
+            model,
+            has_texts=self.has_echo,
+            is_plain=self.is_plain,
+            is_cut=self.num_kept is not None,
         )
         self.num_log_probs = fields.integer("logprobs", None, 0, MAX_LOG_PROBS)
-        self.num_prompt_log_probs = fields.integer("prompt_logprobs", None, 0, MAX_LOG_PROBS)
         of_prompt = self.num_prompt_log_probs
         least = 0 if self.has_echo or of_prompt is not None else 1
         num_tokens = fields.integer("max_tokens", 16, least, model.info.max_sequence_length)
         if self.has_echo and of_prompt is None:
             of_prompt = self.num_log_probs
-        params = read_params(fields, model, num_tokens, self.num_log_probs, of_prompt)
+        params = await read_params(fields, model, num_tokens, self.num_log_probs, of_prompt)
         rules = read_rules(fields, model, params)
+        grammar = read_grammar(fields, model)
         best_of = fields.integer("best_of", self.num_returned, self.num_returned, MAX_SAMPLES)
         if self.is_stream and best_of > self.num_returned:
             raise ApiError("best_of: cannot be streamed; leave it out or stream", "best_of")
@@ -202,7 +258,18 @@ class CompletionRequest(_OpenAIRequest):
             )
         fields.refuse_others(WITHOUT_EFFECT)
         keeps = self.num_log_probs is not None and not self.is_stream
-        self.generation = GenerationRequest(prompts, params, rules, best_of, keeps_tokens=keeps)
+        if self.has_echo and self.num_kept is not None:
+            raise ApiError("echo: a prompt that is truncated is not repeated; leave it out", "echo")
+        self.generation = GenerationRequest(
+            [self.truncated(prompt, num_tokens) for prompt in prompts],
+            params,
+            rules,
+            best_of,
+            grammar,
+            keeps_tokens=keeps,
+            hidden=model.special_ids(()) if self.skips_special else frozenset(),
+            cache_salt=self.cache_salt,
+        )
 
     def chunks(self, sample: Sample, delta: TextDelta) -> list[dict[str, Any]]:
         """Return the choice for ``delta``; the prompt comes with the first one of a sample."""
@@ -222,9 +289,11 @@ class CompletionRequest(_OpenAIRequest):
             text=(text if has_prompt else "") + delta.text,
             stop_reason=delta.stopped_by,
         )
-        if self.num_prompt_log_probs is not None and is_first:
-            choice["prompt_logprobs"] = self._prompt_table(sample, self.num_prompt_log_probs)
-        has_news = choice["text"] or log_probs or "prompt_logprobs" in choice
+        about_prompt = self.prompt_fields(sample) if is_first else {}
+        choice |= about_prompt
+        if self.has_ids:
+            choice["token_ids"] = [placed.output.token for placed in delta.tokens]
+        has_news = choice["text"] or log_probs or about_prompt or choice.get("token_ids")
         return [choice] if delta.finish_reason or has_news else []
 
     def _prompt_entries(self, sample: Sample) -> list[Entry]:
@@ -237,26 +306,13 @@ class CompletionRequest(_OpenAIRequest):
             offset += len(detokenizer.add(token))
         return entries
 
-    def _prompt_table(self, sample: Sample, num_top: int) -> list[dict[str, Any] | None]:
-        """Return vLLM's ``prompt_logprobs``: of each token of the prompt, id -> log-probability."""
-        table: list[dict[str, Any] | None] = [None]
-        for score in sample.prompt_scores:
-            found = {**dict(score.top[:num_top]), score.token: score.log_prob}
-            table.append(
-                {
-                    str(t): {"logprob": log_prob_of(p), "decoded_token": self.model.token_text(t)}
-                    for t, p in found.items()
-                }
-            )
-        return table
-
 
 async def read_prompts(
-    fields: Fields, model: Model, *, has_texts: bool, is_plain: bool = False
+    fields: Fields, model: Model, *, has_texts: bool, is_plain: bool = False, is_cut: bool = False
 ) -> tuple[list[list[int]], list[str]]:
     """Read ``prompt``: a text, texts, token ids or lists of them; return ids, and texts if wanted.
 
-    Everything that is too long is refused before anything is tokenized.
+    Everything that is too long is refused before anything is tokenized, unless it ``is_cut`` later.
     """
     value = fields.get("prompt")
     is_ids = isinstance(value, list) and value and isinstance(value[0], int)
@@ -266,7 +322,8 @@ async def read_prompts(
     longest = model.info.max_sequence_length
     for item in many:
         if isinstance(item, str):
-            model.check_characters(item, "prompt")
+            if not is_cut:
+                model.check_characters(item, "prompt")
         elif isinstance(item, list):
             fields.token_ids("prompt", item, model.info.vocab_size, longest)
         else:
@@ -308,6 +365,83 @@ def log_prob_table(model: Model, entries: list[Entry], num_top: int) -> dict[str
     }
 
 
+class ChatPrompt:
+    """The prompt of a conversation; `ids` sets ``text``, the rendered one."""
+
+    def __init__(self, service: Service, fields: Fields, *, is_plain: bool) -> None:
+        """Read the fields of the conversation.  Raises ApiError."""
+        self._service = service
+        self._model = service.model
+        self._is_plain = is_plain
+        self._messages, self._urls = read_messages(fields, service.model)
+        self.tools = read_tools(fields, service.model)
+        self._continues = fields.boolean("continue_final_message")
+        adds_prompt = fields.boolean("add_generation_prompt", not self._continues)
+        if adds_prompt and self._continues:
+            reason = "give false with continue_final_message: the last message goes on"
+            raise fields.fail("add_generation_prompt", reason)
+        effort = fields.text("reasoning_effort", None)
+        given = fields.sub_object("chat_template_kwargs") and fields.get("chat_template_kwargs")
+        self._variables = {
+            "add_generation_prompt": adds_prompt,
+            **({} if effort is None else {"reasoning_effort": effort}),
+            **(given or {}),
+        }
+
+    async def ids(
+        self, num_samples: int, *, is_cut: bool = False
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Return the ids of the prompt and its images.  ``is_cut``: a long one is truncated."""
+        model = self._model
+        self.text = await self._render()
+        if not is_cut:
+            model.check_characters(self.text, "messages")
+        images = model.image_prompts
+        if images is None:
+            (ids,) = await model.tokenize([self.text], "messages", is_plain=self._is_plain)
+            return model.with_one_bos(ids), ()
+        # As the methods of ImagePrompts do, but long texts in another process.
+        first, *others = images.texts_of(self.text)
+        is_plain = self._is_plain or images.is_conversation
+        rows = await model.tokenize([first], "messages", is_plain=is_plain) if first else [[]]
+        rows += await model.tokenize(others, "messages", is_plain=True)
+        ids, read = await asyncio.to_thread(
+            prompt_of,
+            images,
+            rows,
+            self._urls,
+            self._service.image_files,
+            max_rows=model.info.max_sequence_length,
+            num_samples=num_samples,
+        )
+        return model.with_one_bos(ids), read
+
+    async def _render(self) -> str:
+        template = self._service.template
+        if template is None:
+            raise ApiError(
+                "messages: the tokenizer of this model has no chat template; start the server with "
+                "--chat-template FILE, or use /v1/completions",
+                "messages",
+                code="no_chat_template",
+            )
+        turns = self._model.turns(self._messages)
+        given = {"messages": turns, "tools": self.tools.given or None}
+        text = await template.render({**self._variables, **given})
+        if not self._continues:
+            return text
+        last: str = self._messages[-1]["content"]
+        at = text.rfind(last.strip())
+        if at < 0 or not last.strip():
+            raise ApiError(
+                "continue_final_message: the chat template does not write the text of the last "
+                "message; give it a text, or leave this field out",
+                "continue_final_message",
+            )
+        whole = last.lstrip()  # with its spaces at the end, if the template keeps them
+        return text[:at] + (whole if text.startswith(whole, at) else last.strip())
+
+
 @dataclass
 class _Answer:
     """What one sample has written so far."""
@@ -321,7 +455,7 @@ class _Answer:
 
 
 class ChatRequest(_OpenAIRequest):
-    """A request of /v1/chat/completions: text to messages and calls of tools."""
+    """POST /v1/chat/completions: messages -> a message with text, reasoning and calls of tools."""
 
     id_prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
@@ -330,11 +464,12 @@ class ChatRequest(_OpenAIRequest):
         """Read the other fields, render the prompt, and set ``generation``.  Raises ApiError."""
         fields = self.fields
         model = self.model
+        self.begun: set[int] = set()  # samples whose first object has been sent
         # By index of the sample; the parser follows from the prompt.
         self.answers: dict[int, _Answer] = defaultdict(lambda: _Answer(self._parser()))
-        messages, urls = read_messages(fields, model)
-        self.tools = read_tools(fields, model)
-        grammar = read_response_format(fields, model) or grammar_of_tools(self.tools)
+        self.prompt = ChatPrompt(self.service, fields, is_plain=self.is_plain)
+        self.tools = self.prompt.tools
+        grammar = read_grammar(fields, model) or grammar_of_tools(self.tools)
         self.has_reasoning = grammar is None  # a grammar begins with the first token
         has_log_probs = fields.boolean("logprobs")
         num_top = fields.integer("top_logprobs", 0, 0, MAX_LOG_PROBS)
@@ -344,9 +479,10 @@ class ChatRequest(_OpenAIRequest):
         longest = model.info.max_sequence_length
         num_tokens = fields.integer("max_completion_tokens", None, 1, longest)
         num_tokens = fields.integer("max_tokens", num_tokens, 1, longest)
-        options = fields.sub_object("chat_template_kwargs")
-        more = {} if options is None else fields.get("chat_template_kwargs")
-        params = read_params(fields, model, num_tokens or longest, self.num_log_probs, None)
+        self.shows_reasoning = fields.boolean("include_reasoning", True)
+        params = await read_params(
+            fields, model, num_tokens or longest, self.num_log_probs, self.num_prompt_log_probs
+        )
         eos = model.tokenizer.id_of("eos")  # in chat models it ends a turn
         ends: list[int | None] = [] if eos in (None, model.info.eod) else [eos]
         markups = (self.service.reasoning, self.service.calls)
@@ -356,8 +492,11 @@ class ChatRequest(_OpenAIRequest):
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *more_ends))
         rules = read_rules(fields, model, params)
         fields.refuse_others(WITHOUT_EFFECT)
-        self.prompt_text = await self._render(messages, more)
-        prompt, images = await self._read_prompt(self.prompt_text, urls)
+        prompt, images = await self.prompt.ids(self.num_returned, is_cut=self.num_kept is not None)
+        if images and self.num_kept is not None:
+            reason = "a prompt with images is not truncated; leave it out"
+            raise fields.fail("truncate_prompt_tokens", reason)
+        prompt = self.truncated(prompt, num_tokens or 1)
         if num_tokens is None:
             room = longest if model.info.decoder_start is not None else longest - len(prompt)
             params = replace(params, num_tokens_to_generate=max(room, 1))
@@ -369,45 +508,16 @@ class ChatRequest(_OpenAIRequest):
             grammar,
             images=images,
             keeps_tokens=has_log_probs and not self.is_stream,
+            hidden=model.special_ids(self._kept_texts()) if self.skips_special else frozenset(),
+            cache_salt=self.cache_salt,
         )
 
-    async def _render(self, messages: list[dict[str, Any]], more: dict[str, Any]) -> str:
-        template = self.service.template
-        if template is None:
-            raise ApiError(
-                "messages: the tokenizer of this model has no chat template; start the server with "
-                "--chat-template FILE, or use /v1/completions",
-                "messages",
-                code="no_chat_template",
-            )
-        given = {"messages": self.model.turns(messages), "tools": self.tools.given or None}
-        return await template.render({"add_generation_prompt": True, **more, **given})
-
-    async def _read_prompt(
-        self, text: str, urls: list[str]
-    ) -> tuple[list[int], tuple[PromptImage, ...]]:
-        """Return the ids of a rendered prompt, and its images."""
-        model = self.model
-        model.check_characters(text, "messages")
-        images = model.image_prompts
-        if images is None:
-            (ids,) = await model.tokenize([text], "messages", is_plain=self.is_plain)
-            return model.with_one_bos(ids), ()
-        # As the methods of ImagePrompts do, but long texts in another process.
-        first, *others = images.texts_of(text)
-        is_plain = self.is_plain or images.is_conversation
-        rows = await model.tokenize([first], "messages", is_plain=is_plain) if first else [[]]
-        rows += await model.tokenize(others, "messages", is_plain=True)
-        ids, read = await asyncio.to_thread(
-            prompt_of,
-            images,
-            rows,
-            urls,
-            self.service.image_files,
-            max_rows=model.info.max_sequence_length,
-            num_samples=self.num_returned,
-        )
-        return model.with_one_bos(ids), read
+    def _kept_texts(self) -> set[str]:
+        """Return the texts of special tokens that the parser of the answer needs."""
+        tags = [
+            tags for m in (self.service.reasoning, self.service.calls) for tags in m.tags.values()
+        ]
+        return {tag for some in tags for tag in some}
 
     def _parser(self) -> ChatParser:
         tools = self.tools
@@ -417,7 +527,7 @@ class ChatRequest(_OpenAIRequest):
         elif tools.choice != "auto":
             return ChatParser([markup_of_choice(tools.function)], CALL, {})
         reasoning = self.service.reasoning if self.has_reasoning else REASONING_PARSERS[NONE]
-        return parser_of(reasoning, calls, self.prompt_text, tools.parameters)
+        return parser_of(reasoning, calls, self.prompt.text, tools.parameters)
 
     def take(self, sample: Sample, delta: TextDelta) -> list[Part]:
         """Add new text to the answer; return its parts."""
@@ -435,6 +545,8 @@ class ChatRequest(_OpenAIRequest):
                 answer.calls.append(call)
             elif part.kind == "content":
                 answer.content += part.text
+            elif not self.shows_reasoning:
+                continue
             else:
                 answer.reasoning += part.text
             found.append(part)
@@ -443,6 +555,7 @@ class ChatRequest(_OpenAIRequest):
     def choice(self, sample: Sample) -> dict[str, Any]:
         """Return the choice of a complete sample."""
         answer = self.answers[sample.index]
+        more = {"token_ids": sample.token_ids} if self.has_ids else {}
         message: dict[str, Any] = {"role": "assistant", "content": answer.content}
         if answer.reasoning:
             message |= _reasoning(answer.reasoning)
@@ -454,6 +567,7 @@ class ChatRequest(_OpenAIRequest):
             _reason(sample.finish_reason, bool(answer.calls)),
             message=message,
             stop_reason=sample.stopped_by,
+            **more,
         )
 
     def chunks(self, sample: Sample, delta: TextDelta) -> list[dict[str, Any]]:
@@ -472,13 +586,21 @@ class ChatRequest(_OpenAIRequest):
             found["tool_calls"] = [{"index": i, **c} for i, c in enumerate(calls, num_calls)]
         log_probs = self._log_probs(delta.tokens)
         out = []
-        if found or (log_probs and log_probs["content"]):
-            out.append(choice_of(sample, log_probs, None, delta=found))
+        ids = [placed.output.token for placed in delta.tokens] if self.has_ids else []
+        if found or (log_probs and log_probs["content"]) or ids:
+            more = {"token_ids": ids} if self.has_ids else {}
+            out.append(choice_of(sample, log_probs, None, delta=found, **more))
             answer.is_begun = True
         if delta.finish_reason is not None:
             reason = _reason(delta.finish_reason, bool(answer.calls))
             out.append(choice_of(sample, None, reason, delta={}))
         return out
+
+    def about_answer(self, sample: Sample) -> dict[str, Any]:
+        """Return what vLLM tells about the prompt, in the first object of a sample."""
+        is_first = sample.index not in self.begun
+        self.begun.add(sample.index)
+        return self.prompt_fields(sample) if is_first else {}
 
     def usage(self, samples: list[Sample]) -> dict[str, object]:
         """Return OpenAI's ``usage`` with the tokens of the reasoning."""

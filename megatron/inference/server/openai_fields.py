@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server.chat_images import PARAM
@@ -20,6 +20,8 @@ MAX_LOG_PROBS = 20
 _MAX_STOPS = 16
 _MAX_STOP_TOKENS = 128
 _MAX_STOP_CHARACTERS = 256
+_MAX_BAD_WORDS = 128
+_MAX_CHOICES = 1024
 # Default, least and largest value.
 _NUMBERS = {
     "temperature": (1.0, 0.0, 2.0),
@@ -32,9 +34,11 @@ _NUMBERS = {
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_MESSAGES = 4096
 _MAX_TOOLS = 128
+Grammar: TypeAlias = tuple[str, str]  # kind and text
+_ANY_OBJECT: Grammar = ("json_schema", '{"type": "object"}')
 
 
-def read_params(
+async def read_params(
     fields: Fields, model: Model, num_tokens: int, top: int | None, prompt_top: int | None
 ) -> SamplingParams:
     """Read the sampling parameters of a request that generates ``num_tokens`` at most.
@@ -51,6 +55,14 @@ def read_params(
     stop_ids = fields.get("stop_token_ids")
     if stop_ids is not None:
         fields.token_ids("stop_token_ids", stop_ids, model.info.vocab_size, _MAX_STOP_TOKENS)
+    allowed = fields.get("allowed_token_ids")
+    if allowed is not None:
+        size = model.info.vocab_size
+        if not fields.token_ids("allowed_token_ids", allowed, size, size):
+            raise fields.fail("allowed_token_ids", "give at least one token id, or leave it out")
+    if fields.get("priority"):
+        raise fields.fail("priority", "requests run in the order of their arrival; leave it out")
+    fields.boolean("spaces_between_special_tokens", True)  # no text has spaces that tokens lack
     return SamplingParams(
         **numbers,
         top_k=max(top_k, 0),  # -1 is vLLM's "no limit"
@@ -65,7 +77,19 @@ def read_params(
         top_n_logprobs=max(top or 0, prompt_top or 0),
         return_prompt_log_probs=prompt_top is not None,
         return_prompt_top_n_logprobs=bool(prompt_top),
+        allowed_token_ids=tuple(allowed or ()),
+        bad_words=await _bad_words(fields, model),
     )
+
+
+async def _bad_words(fields: Fields, model: Model) -> tuple[tuple[int, ...], ...]:
+    """Read ``bad_words``; each is forbidden with and without a space before it, as in vLLM."""
+    words = fields.list_of("bad_words", fields.check_text, _MAX_BAD_WORDS)
+    if not all(0 < len(word.strip()) <= _MAX_STOP_CHARACTERS for word in words):
+        raise fields.fail("bad_words", f"a word has 1 to {_MAX_STOP_CHARACTERS} characters")
+    texts = [start + word.lstrip() for word in words for start in ("", " ")]
+    rows = await model.tokenize(texts, "bad_words", is_plain=True) if texts else []
+    return tuple(dict.fromkeys(tuple(row) for row in rows if row))
 
 
 def read_rules(fields: Fields, model: Model, params: SamplingParams) -> TextRules:
@@ -243,7 +267,7 @@ def _tool(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def grammar_of_tools(tools: Tools) -> tuple[str, str] | None:
+def grammar_of_tools(tools: Tools) -> Grammar | None:
     """Return the grammar of an answer that must be a call."""
     if tools.function is not None:
         return "json_schema", json.dumps(tools.parameters[tools.function])
@@ -261,7 +285,43 @@ def grammar_of_tools(tools: Tools) -> tuple[str, str] | None:
     return "json_schema", json.dumps({"anyOf": calls})
 
 
-def read_response_format(fields: Fields, model: Model) -> tuple[str, str] | None:
+def read_grammar(fields: Fields, model: Model) -> Grammar | None:
+    """Read the grammar of ``response_format``, ``structured_outputs`` or a ``guided_`` field."""
+    found = [_response_format(fields), *_constraints(fields, "guided_")]
+    inner = fields.sub_object("structured_outputs")
+    if inner is not None:
+        found += _constraints(inner, "")
+        if inner.boolean("json_object"):
+            found.append(_ANY_OBJECT)
+        inner.refuse_others()
+    grammars = [grammar for grammar in found if grammar is not None]
+    if len(grammars) > 1:
+        text = "structured_outputs: a text follows one grammar; leave the others out"
+        raise ApiError(text, "structured_outputs")
+    if grammars:
+        need_grammar(model, "response_format" if found[0] else "structured_outputs")
+    return grammars[0] if grammars else None
+
+
+def _constraints(fields: Fields, prefix: str) -> list[Grammar]:
+    """Return the grammars of vLLM's fields json, regex, choice and grammar."""
+    found: list[Grammar] = []
+    schema = fields.get(f"{prefix}json")
+    if schema is not None:
+        if not isinstance(schema, dict | str):
+            raise fields.fail(f"{prefix}json", "give a JSON schema, an object or its text")
+        found.append(("json_schema", schema if isinstance(schema, str) else json.dumps(schema)))
+    for name, kind in (("regex", "regex"), ("grammar", "lark")):
+        text = fields.text(f"{prefix}{name}", None)
+        if text is not None:
+            found.append((kind, text))
+    choices = fields.list_of(f"{prefix}choice", fields.check_text, _MAX_CHOICES)
+    if choices:
+        found.append(("lark", "start: " + " | ".join(json.dumps(choice) for choice in choices)))
+    return found
+
+
+def _response_format(fields: Fields) -> Grammar | None:
     """Read ``response_format`` as a grammar."""
     given = fields.sub_object("response_format")
     if given is None:
@@ -269,7 +329,7 @@ def read_response_format(fields: Fields, model: Model) -> tuple[str, str] | None
     kind = given.choice("type", "text", ("text", "json_object", "json_schema", "regex"))
     grammar = None
     if kind == "json_object":
-        grammar = ("json_schema", '{"type": "object"}')
+        grammar = _ANY_OBJECT
     elif kind == "json_schema":
         named = given.sub_object("json_schema")
         schema = named.get("schema") if named is not None else None
@@ -284,8 +344,6 @@ def read_response_format(fields: Fields, model: Model) -> tuple[str, str] | None
             raise ApiError("response_format.regex: give a pattern", "response_format")
         grammar = ("regex", pattern)
     given.refuse_others()
-    if grammar is not None:
-        need_grammar(model, "response_format")
     return grammar
 
 

@@ -115,6 +115,11 @@ class MegatronTokenizer(ABC):
         """Return special tokens outside of the model: other text has the same ids without them."""
         return frozenset()
 
+    def special_ids(self) -> Set[int]:
+        """Return the ids of special tokens, whose texts a reader may want to leave out."""
+        roles = {self.id_of(role) for role in ("bos", "eos", "eod", "pad")}
+        return {index for index in roles if index is not None}
+
     @cached_property
     def inv_vocab(self) -> Mapping[int, str]:
         """Id -> token."""

@@ -86,6 +86,12 @@ class TransformersTokenizer(LibraryTokenizer):
             return set(self._wrapper.get_added_vocab())
         return {token.content for token in self._library.get_added_tokens_decoder().values()}
 
+    def special_ids(self) -> Set[int]:
+        if self._library is None:
+            return super().special_ids() | {*self._wrapper.all_special_ids}
+        added = self._library.get_added_tokens_decoder()
+        return super().special_ids() | {i for i, token in added.items() if token.special}
+
     def get_special_tokens(self) -> Mapping[str, int]:
         """Return the tokens outside of the model, with their ids."""
         return {token: self.vocab[token] for token in self.appended_tokens()}

@@ -111,6 +111,7 @@ DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
         ("json_schema", json.dumps(PERSON), is_person),
         ("json_schema", '{"type": "boolean"}', lambda t: isinstance(json.loads(t), bool)),
         ("regex", DATE, lambda t: re.fullmatch(DATE, t)),
+        ("lark", 'start: "a\\"b" | "c d\\n" | "\\u00e4"', ['a"b', "c d\n", "\xe4"].__contains__),
     ],
 )
 def test_what_is_sampled_always_fits_the_grammar(

@@ -51,6 +51,35 @@ def step(
     return sampler.sample(logits, StepPlan(list(segments), **more))  # type: ignore
 
 
+def test_only_allowed_tokens_are_chosen() -> None:
+    ids = [3, 33, 49]
+    sampler = sampler_of(50, {"allowed_token_ids": ids}, {"temperature": 0.0})
+    logits = torch.randn(2, 50)
+    logits[:, 7] = 50.0
+    found = set()
+    for position in range(3, 60):
+        result = step(sampler, logits, [segment(0, position, SAMPLE), segment(1, position, SAMPLE)])
+        found.add(int(result.tokens[0]))
+        assert result.tokens[1] == 7
+    assert found == {*ids}
+    sampler.admit(Admission(0, {"temperature": 0.0}, num_prompt=3))
+    assert step(sampler, logits[:1], [segment(0, 3, SAMPLE)]).tokens.tolist() == [7]
+
+
+def test_a_bad_word_is_never_completed() -> None:
+    words = [[5], [7, 8, 9], [7, 7]]
+    sampler = sampler_of(50, {"temperature": 0.0, "bad_words": words}, history=(1, 7, 8))
+    orders = [[5, 9, 1], [7, 1], [7, 8], [9, 2], [9, 3]]
+    tokens = []
+    for position, order in enumerate(orders, 3):
+        logits = torch.zeros(1, 50)
+        for value, token in enumerate(reversed(order), 1):
+            logits[0, token] = float(value)
+        tokens += step(sampler, logits, [segment(0, position, SAMPLE)]).tokens.tolist()
+    # 9 after the prompt's 7, 8: only generated tokens count; 9 after the generated 7, 8 is hidden.
+    assert tokens == [9, 7, 8, 2, 9]
+
+
 def test_greedy_takes_the_likeliest_and_the_smallest_id_of_a_tie() -> None:
     sampler = sampler_of(4, {"temperature": 0.0}, {"top_k": 1})
     logits = torch.tensor([[0.0, 2.0, 2.0, -1.0], [0.0, 1.0, 3.0, 3.0]])

@@ -66,6 +66,11 @@ def test_the_plain_way_gives_what_transformers_gives(bpe_dir, tmp_path):
     assert (tokenizer.bos, tokenizer.eos) == (rules.token_to_id("<s>"), rules.token_to_id("</s>"))
     assert tokenizer.eod == wrapper.eos_token_id
     assert tokenizer.vocab_size == len(wrapper)
+    special = tokenizer.special_ids()
+    for text in TEXTS:
+        ids = wrapper(text).input_ids
+        shown = tokenizer.detokenize([i for i in ids if i not in special])
+        assert shown == wrapper.decode(ids, skip_special_tokens=True)
     with pytest.raises(MissingToken, match="no PAD token"):
         _ = tokenizer.pad
 

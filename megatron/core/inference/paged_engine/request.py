@@ -121,7 +121,8 @@ class Request:
     the same prompt, whose pages this one shares as soon as they hold the prompt.  ``beam``: search
     instead of sampling.  ``adapter``: name of one that the engine has loaded, under a number that
     the engine sets.  ``pooling``: write no text, but return one vector of the last hidden states:
-    of the last token, or their mean over all tokens.
+    of the last token, or their mean over all tokens.  ``cache_salt``: only requests with
+    the same one share pages.
     """
 
     request_id: str
@@ -134,6 +135,7 @@ class Request:
     adapter: str | None = None
     adapter_number: int = 0
     pooling: Pooling | None = None
+    cache_salt: str = ""
     beam: BeamParams | None = None
     matcher: GrammarMatcher | None = None
     output: list[int] = field(default_factory=list)
@@ -234,6 +236,12 @@ def check_grammar(request: Request) -> None:
         raise RequestError("this engine has no grammars: leave it out", "grammar")
     if request.matcher is not None and request.matcher.error:
         raise RequestError(request.matcher.error, "grammar")
+    if request.matcher is not None and request.params.allowed_token_ids:
+        raise RequestError(
+            "allowed_token_ids does not go with a grammar, which decides about each token: leave "
+            "one out",
+            "allowed_token_ids",
+        )
     if request.matcher is not None and request.params.min_tokens:
         raise RequestError(
             f"min_tokens {request.params.min_tokens} does not go with a grammar, which decides "
@@ -259,8 +267,9 @@ def check_beam(request: Request) -> None:
     for name, value in neutral.items():
         if (found := getattr(request.params, name)) != value:
             raise RequestError(f"{name} {found} has no effect on beam search: leave it out", name)
-    if request.params.logit_bias:
-        raise RequestError("logit_bias has no effect on beam search: leave it out", "logit_bias")
+    for name in ("logit_bias", "allowed_token_ids", "bad_words"):
+        if getattr(request.params, name):
+            raise RequestError(f"{name} has no effect on beam search: leave it out", name)
     if request.grammar is not None or request.matcher is not None:
         raise RequestError("beam search does not support a grammar: leave one out", "grammar")
 
@@ -280,6 +289,8 @@ def check_tokens(request: Request, vocab_size: int) -> None:
         "source": request.source,
         "logit_bias": params.logit_bias,
         "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": [token for word in params.bad_words for token in word],
         "forbidden_after": [token for group in params.forbidden_after for token in group],
     }
     for param, tokens in ids.items():

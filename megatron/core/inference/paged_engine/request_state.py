@@ -303,7 +303,7 @@ class RequestState:
         for i in range(len(self.digests), count):
             number = self.request.adapter_number
             root = pool.root(self.request.source, is_long=self.is_long, adapter=number)
-            previous = self.digests[-1] if i else root
+            previous = self.digests[-1] if i else root + self.request.cache_salt.encode()
             self.digests.append(pool.digest(previous, self.tokens.values, i))
         return self.digests[:count]
 

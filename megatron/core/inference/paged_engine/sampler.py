@@ -7,6 +7,7 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +61,7 @@ class Sampler:
         self._numbers = np.zeros((max_requests, 9), dtype=np.float32)
         self._biases: dict[int, tuple[Integers, Floats]] = {}  # tokens and what is added to each
         self._texts: dict[int, _PenalizedText] = {}
+        self._allowed: dict[int, Integers] = {}  # as the masks of a plan
 
     def admit(self, admission: Admission) -> None:
         """Put a request into its slot; the slot forgets the request before it."""
@@ -72,6 +74,7 @@ class Sampler:
             or params.has_penalty
             or params.min_tokens
             or any(params.forbidden_after)
+            or params.allowed_token_ids
             or params.return_log_probs
             or params.top_n_logprobs
         )
@@ -90,6 +93,9 @@ class Sampler:
         bias = params.logit_bias
         self._biases[slot] = np.array([*bias], np.int64), np.array([*bias.values()], np.float32)
         self._texts.pop(slot, None)
+        self._allowed.pop(slot, None)
+        if params.allowed_token_ids:
+            self._allowed[slot] = _words_of(params.allowed_token_ids, self._vocab_size)
         if params.has_penalty:
             self._texts[slot] = _PenalizedText(admission)
 
@@ -151,6 +157,7 @@ class Sampler:
         penalized = np.flatnonzero(
             [s in self._texts and self._texts[s].tokens.size > 0 for s in rows.slots]
         )
+        masks = {**self._allowed, **masks} if self._allowed else masks
         masked = np.flatnonzero([slot in masks for slot in rows.slots])
         hidden = self._hidden(rows, params)
         if not (len(biased) or len(penalized) or len(masked) or hidden):
@@ -167,6 +174,8 @@ class Sampler:
             logits.index_put_(tuple(self._upload(hidden).T), logits.new_full((), float("-inf")))
         if len(masked):
             words = [masks[slot] for slot in rows.slots[masked]]
+            longest = max(map(len, words))  # tokens beyond the words are not allowed
+            words = [np.pad(one, (0, longest - len(one))) for one in words]
             at = self._upload(masked)
             allowed = logits.index_select(0, at)
             keep_allowed(allowed, self._upload(np.stack(words)))
@@ -195,11 +204,11 @@ class Sampler:
         logits[index] = torch.where(found > 0, found / factor, found * factor) - lowered
 
     def _hidden(self, rows: _Rows, params: list[SamplingParams]) -> list[tuple[int, int]]:
-        """Return (row, token) that min_tokens or forbidden_after hides."""
+        """Return (row, token) that min_tokens, forbidden_after or bad_words hide."""
         hidden: list[tuple[int, int]] = []
         num_generated = rows.positions - self._num_prompt[rows.slots]
-        for row, (p, number, token) in enumerate(
-            zip(params, num_generated, rows.inputs, strict=True)
+        for row, (p, number, token, slot) in enumerate(
+            zip(params, num_generated, rows.inputs, rows.slots, strict=True)
         ):
             if number < p.min_tokens:
                 hidden += [(row, end) for end in p.stop_token_ids]
@@ -208,6 +217,9 @@ class Sampler:
             before, forbidden = p.forbidden_after
             if token in before:
                 hidden += [(row, following) for following in forbidden]
+            for *first, last in p.bad_words:
+                if self._texts[slot].generated[-len(first) :] == first or not first:
+                    hidden.append((row, last))
         return hidden
 
     def _draw(self, logits: Blocks, rows: _Rows) -> Tensor:
@@ -313,13 +325,14 @@ def _to_host(tokens: Tensor, log_probs: Tensor) -> StepOutput:
 
 
 class _PenalizedText:
-    """The distinct tokens of a text, and how often each of them was generated."""
+    """The distinct tokens of a text, how often each was generated, and the generated ones."""
 
     def __init__(self, admission: Admission) -> None:
         history = admission.history
         self._places = {token: i for i, token in enumerate(dict.fromkeys(history))}
         self.tokens = GrowingInts(self._places)
         self.counts = GrowingInts([0] * self.tokens.size)
+        self.generated: list[int] = []
         for token in history[admission.num_prompt :]:
             self.add(token)
 
@@ -330,6 +343,14 @@ class _PenalizedText:
             self.tokens.append(token)
             self.counts.append(0)
         self.counts.values[place] += 1
+        self.generated.append(token)
+
+
+def _words_of(tokens: Sequence[int], vocab_size: int) -> Integers:
+    """Return the words of `keep_allowed` in which the bits of ``tokens`` are 1."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def keep_allowed(logits: Tensor, words: Tensor) -> None:
