@@ -7,27 +7,23 @@
 # pairs are messages; PAIRS is a jsonl or parquet file with prompt, chosen and rejected.  Everything
 # is written under FOLDER, else under dpo/.  REWARD=1 trains a reward model instead.
 # RANKS=8 TP=2 PP=1 use eight devices; SEQ_LENGTH, TRAIN_ITERS, BATCH, LR and BETA are settings of the
-# run.  PRECISION is bf16 (default) or fp32.  LM_EVAL="--tasks hellaswag" evaluates the trained model
-# with these flags of lm-eval.  PYTHON=... uses that environment as it is.
+# run.  PRECISION is bf16 (default), or fp32 for weights in fp32.  LM_EVAL="--tasks hellaswag"
+# evaluates the trained model with these flags of lm-eval.  PYTHON=... uses that environment as it is.
 set -euo pipefail
 model=$(realpath "$1")
 pairs=$(realpath "$2")
 source "$(dirname "${BASH_SOURCE[0]}")/tune.sh"
 prepare dpo "${@:3}"
 
-from_hugging_face
-
 say "training on pairs"
 objective=(--dpo-beta "${BETA:-0.1}")
 if [[ ${REWARD:-0} == 1 ]]; then
     objective=(--reward-model)
 fi
-tune 1e-6 "${objective[@]}" --data-path "$pairs"
+once tuned tune 1e-6 "${objective[@]}" --data-path "$pairs"
 
 if [[ ${REWARD:-0} != 1 ]]; then
     evaluate
 fi
-
-to_hugging_face
 
 say "done in $((SECONDS - started_at_s)) s: the trained model is in $out/hf"

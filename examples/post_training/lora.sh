@@ -40,7 +40,7 @@ training=(
     --device auto
 )
 
-say "the base: in practice a converted model (tools/checkpoint/convert.py --from HF_FOLDER)"
+say "the base: in practice a Hugging Face folder in --load"
 "$python" pretrain_gpt.py "${training[@]}" "${tokenizer[@]}" \
     --num-layers 2 \
     --hidden-size 64 \

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointError, DataError
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.generation import GenerationLayout
 from megatron.inference.llm import LLM
+from megatron.training.arguments.input_files import take_splits_of_dataset
 from megatron.training.arguments.parser import parse_args
 from megatron.training.checkpointing.model_folder_args import (
     local_folder,
@@ -30,6 +31,7 @@ from tests.support import tolerances
 from tests.support.pages import commands_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import defaults_of, losses, refusal, run_gpt
+from tools.checkpoint import convert
 
 models = pytest.importorskip("tests.support.hugging_face_models", reason="needs transformers")
 
@@ -260,6 +262,22 @@ def test_one_line_trains_on_preferences(number: int, chat: Path, tmp_path: Path)
     config = json.loads((tmp_path / "tuned" / "config.json").read_text())
     kind = "SequenceClassification" if number else "CausalLM"
     assert config["architectures"] == [f"LlamaFor{kind}"]
+    if number:  # the last pair is the one for evaluation
+        scores = [found[-1][f"reward of {name} validation"] for name in ("chosen", "rejected")]
+        assert scores == pytest.approx(their_rewards(tmp_path / "tuned", rows[-1]), abs=1e-5)
+
+
+def their_rewards(folder: Path, row: dict[str, Any]) -> list[float]:
+    """Return the scores of both answers by the classifier of `transformers` in ``folder``."""
+    tokenizer = models.transformers.AutoTokenizer.from_pretrained(folder)
+    model = models.transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    texts = [
+        tokenizer.apply_chat_template(row["prompt"] + row[name], tokenize=False)
+        for name in ("chosen", "rejected")
+    ]
+    ids = [tokenizer(text, return_tensors="pt", add_special_tokens=False) for text in texts]
+    with torch.no_grad():
+        return [float(model(**each).logits) for each in ids]
 
 
 @pytest.mark.parametrize(
@@ -281,6 +299,50 @@ def test_defaults_fit_the_ranks_and_the_objective(
     assert (args.global_batch_size, args.lr) == (batch, rate)
     assert (args.seq_length, args.epochs) == (128, 3.0 if "--sft" in flags else 1.0)
     assert args.tokenizer_type == "HuggingFaceTokenizer"
+
+
+@pytest.mark.parametrize(
+    ("splits", "expected"),
+    [
+        ("train", {"data_path": "train"}),
+        ("train test", {"train_data_path": "train", "valid_data_path": "test"}),
+        (
+            "train test validation",
+            {
+                "train_data_path": "train",
+                "valid_data_path": "validation",
+                "test_data_path": "test",
+            },
+        ),
+    ],
+)
+def test_the_splits_of_a_saved_dataset_are_used(
+    splits: str, expected: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "dataset_dict.json").touch()
+    for name in splits.split():
+        (tmp_path / name).mkdir()
+    args = parse_args(argv=["--sft", "--data-path", str(tmp_path)])
+    take_splits_of_dataset(args)
+    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    found = {name: vars(args)[name] for name in names if vars(args)[name]}
+    assert found == {name: [str(tmp_path / split)] for name, split in expected.items()}
+    shutil.rmtree(tmp_path / "train")
+    args.data_path = [str(tmp_path)]
+    with pytest.raises(DataError, match="is a DatasetDict without a split train"):
+        take_splits_of_dataset(args)
+
+
+def test_a_saved_dataset_of_several_splits_trains(chat: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.load_dataset(
+        "json", data_files=str(chat / "chats.jsonl"), cache_dir=str(tmp_path / "datasets")
+    )
+    data["train"].train_test_split(0.25, seed=1).save_to_disk(str(tmp_path / "chats"))
+    words = f"--load {chat / 'model'} --data-path {tmp_path / 'chats'} --sft --device cpu"
+    found = run_gpt(tmp_path, *words.split(), "--num-workers", "0", base=())
+    assert len(losses(found)) > 1
+    assert "lm loss validation" in found[-1]
 
 
 def test_a_folder_is_a_teacher(chat: Path, tmp_path: Path) -> None:
@@ -389,6 +451,7 @@ def test_a_rank_reads_the_rows_that_it_holds(tmp_path: Path, chat: Path) -> None
     """Boxes equal those of the complete tensors, and a wrong name or size is an error."""
     write_case(tmp_path, "qwen3 moe")
     with open_reader(tmp_path) as reader:
+        values = {key: reader.read(key).clone() for key in reader.tensors}
         for key, stored in reader.tensors.items():
             offset = tuple(size // 3 for size in stored.shape)
             out = torch.empty([size // 2 for size in stored.shape], dtype=torch.float64)
@@ -396,6 +459,11 @@ def test_a_rank_reads_the_rows_that_it_holds(tmp_path: Path, chat: Path) -> None
             box = tuple(slice(at, at + n) for at, n in zip(offset, out.shape, strict=True))
             assert torch.equal(out, reader.read(key)[box].double()), key
         assert reader.rank_state(0) is None
+        torch.save(models.weights(tmp_path), tmp_path / "pytorch_model.bin")
+        for path in tmp_path.glob("*.safetensors"):
+            path.unlink()
+        with open_reader(tmp_path) as older:
+            assert all(torch.equal(older.read(key), values[key]) for key in reader.tensors)
     folder = chat / "model"
     assert len(read_content(folder).asked) > 100
     with pytest.raises(CheckpointError, match="is not there"):
@@ -407,8 +475,12 @@ def test_a_name_of_the_hub_becomes_a_folder(
 ) -> None:
     hub = pytest.importorskip("huggingface_hub")
     asked: list[tuple[str, str | None]] = []
+    patterns: list[str] = []
 
     def download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        if model == "org/older":
+            patterns.extend(allow_patterns)
+            return str(tmp_path)
         asked.append((model, revision))
         if model == "org/gone":
             raise OSError("no such model\nand more")
@@ -419,6 +491,11 @@ def test_a_name_of_the_hub_becomes_a_folder(
     for name in ("hf://org/name@v1", "org/name@v1", "org/name"):
         assert local_folder(name, "--load") == str(chat / "model")
     assert asked == [("org/name", "v1"), ("org/name", "v1"), ("org/name", None)]
+    assert local_folder("org/older", "--load") == str(tmp_path)
+    assert patterns[-1] == "pytorch_model*.bin*", "the model has no safetensors"
+    convert.main(["--from", "hf://org/name@v2", "--to", "converted", "--no-verify"])
+    assert asked[-1] == ("org/name", "v2")
+    assert read_content(resolve_folder("converted")).asked["num_layers"] == 2
     (tmp_path / "runs").mkdir()
     for name in ("runs/new", "/org/name", "name", "a/b/c", str(chat / "model")):
         assert local_folder(name, "--load") == name

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 import megatron.post_training  # noqa: F401  registers its objectives
 from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.training.checkpointing.model_folder_args import local_folder
 from megatron.training.conversion.convert import DTYPES, HF, PEFT, ConversionRequest, convert
 from megatron.training.preprocess.cli import run_tool
 from megatron.training.process.user_code import parse_tool_args
@@ -66,11 +67,12 @@ def get_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--from", "--load-dir", dest="source", type=Path, required=True, help="what to read")
+    names = "a folder, or a model of the Hugging Face hub: org/name or hf://org/name@revision"
+    add("--from", "--load-dir", dest="source", required=True, help=f"what to read: {names}")
     add("--to", "--save-dir", dest="target", type=Path, required=True, help="what to write")
     add("--format", choices=(HF, PEFT, *FORMATS), default=next(iter(FORMATS)))
     add("--family", help="Hugging Face model_type to write; default: the one that fits")
-    add("--base", type=Path, help="model of the adapters; default: where their checkpoint says")
+    add("--base", help="model of the adapters; default: where their checkpoint says")
     add("--dtype", choices=tuple(DTYPES), help="of the weights written; default: as they are")
     add("--bf16", action="store_const", const="bfloat16", dest="dtype", help="--dtype bfloat16")
     add("--fp16", action="store_const", const="float16", dest="dtype", help="--dtype float16")
@@ -110,7 +112,7 @@ def wanted_of(args: argparse.Namespace) -> ConversionRequest:
         run_args["tokenizer_type"] = "Llama2Tokenizer" if is_pieces else "HuggingFaceTokenizer"
         run_args["tokenizer_model"] = str(path.resolve()) if path.exists() else str(path)
     return ConversionRequest(
-        source=args.source,
+        source=Path(args.source),
         target=args.target,
         format=args.format,
         family=args.family,
@@ -118,7 +120,7 @@ def wanted_of(args: argparse.Namespace) -> ConversionRequest:
         vocab_size=args.true_vocab_size,
         args={name: value for name, value in run_args.items() if value is not None},
         step=args.ckpt_step,
-        base=args.base,
+        base=args.base and Path(args.base),
         kind=args.model_type and args.model_type.lower(),
         verify=not args.no_verify,
         max_shard_bytes=args.max_shard_size,
@@ -145,6 +147,8 @@ def _refuse(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     args = parse_tool_args(get_parser, argv)
+    args.source = local_folder(args.source, "--from")
+    args.base = args.base and local_folder(args.base, "--base")
     wanted = wanted_of(args)
     for name, why in WITHOUT_EFFECT.items():
         if vars(args)[name] is not None:

@@ -15,6 +15,7 @@ from megatron.core.datasets.tar_shards import shard_paths
 from megatron.training.config.preference import reads_conversations
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.models.registry import model_kind
+from megatron.training.process.rank_print import print_rank_0
 from megatron.training.tokenizer.base import TokenizerSpec
 from megatron.training.tokenizer.tokenizer import create_tokenizer
 
@@ -29,6 +30,8 @@ _FILES = (
     "data_args_path",
     "per_split_data_args_path",
 )
+# Names of the splits of a DatasetDict; the first one after train is for evaluation.
+_SPLITS = ("train", "validation", "valid", "val", "dev", "test")
 _PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 # Vocabulary sizes of tokenizers whose files are usually the published ones.
 _USUAL_SIZES = {
@@ -44,6 +47,32 @@ class Vocabulary(NamedTuple):
 
     size: int | None
     note: str = ""
+
+
+def take_splits_of_dataset(ns: Namespace) -> None:
+    """Replace --data-path, in place, by the splits of the folder if `datasets` saved several there.
+
+    Without a validation split the test split is the one for evaluation.  Raises DataError if there
+    is no split for training.
+    """
+    folder = Path(ns.data_path[0]) if len(ns.data_path or ()) == 1 else None
+    if (
+        folder is None
+        or not reads_conversations(ns)
+        or not (folder / "dataset_dict.json").is_file()
+    ):
+        return
+    found = {name: str(folder / name) for name in _SPLITS if (folder / name).is_dir()}
+    if "train" not in found:
+        raise DataError(f"--data-path {folder} is a DatasetDict without a split train")
+    train = [found.pop("train")]
+    if not found:
+        ns.data_path = train
+        return
+    valid = next(iter(found))
+    ns.data_path, ns.train_data_path, ns.valid_data_path = None, train, [found.pop(valid)]
+    ns.test_data_path = [found["test"]] if "test" in found else None
+    print_rank_0(f"> {folder} is a DatasetDict: {valid} is the split for evaluation")
 
 
 def missing_files(args: Namespace) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,11 @@ def local_folder(directory: str, flag: str, *, may_be_new: bool = False) -> str:
     hub = optional.require("huggingface_hub", f"{flag} {directory}")
     model, _, revision = name.partition("@")
     try:
-        return str(hub.snapshot_download(model, revision=revision or None, allow_patterns=_FILES))
+        get = partial(hub.snapshot_download, model, revision=revision or None)
+        folder = Path(get(allow_patterns=_FILES))
+        if not any(folder.glob("*.safetensors")):
+            get(allow_patterns=["pytorch_model*.bin*"])
+        return str(folder)
     except Exception as error:  # the library raises those of its HTTP client too
         raise CheckpointError(
             f"{flag} {directory} is no folder here, and the Hugging Face hub did not give it: "

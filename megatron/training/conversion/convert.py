@@ -124,7 +124,7 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
     if not is_theirs and find(str(wanted.source), wanted.step) is None:
         raise CheckpointError(
             f"--from {wanted.source} holds no checkpoint: no {TRACKER}, no iter_* folder; it is "
-            f"{hf_folder.NO_MODEL} (nothing is downloaded by name)"
+            f"{hf_folder.NO_MODEL}"
         )
     source = _from_hf(wanted, say) if is_theirs else read_source(wanted)
     kind = source.args["model_kind"]
