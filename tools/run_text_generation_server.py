@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -69,6 +69,9 @@ _READ = (
     "--tool-call-parser",
     "--reasoning-parser",
     "--max-batch-size",
+    "--lora-modules",
+    "--allow-runtime-lora-updating",
+    "--embedding-pooling",
 )
 _OWN_TOKENIZER = "--no-use-tokenizer-model-from-checkpoint-args"
 _TOKENIZER = (
@@ -111,13 +114,17 @@ def serve(args: argparse.Namespace, words: Sequence[str]) -> None:
         allowed_local_media_path=args.allowed_local_media_path,
         max_api_tokens=args.max_tokens_to_oom,
     )
+    adapters = adapters_of(args)
     try:
         with ExitStack() as watch:
             writer = open_engine(args, watch)
             features = ["grammar"] if add_grammars(writer, watch) else []
-            if args.api_key_file is not None or args.host in _LOOPBACK:
-                features.append("update_weights")  # a client names a directory to read
-            info = engine_info(args, writer, tuple(features))
+            if may_control(args):
+                features.append("control")  # a client names a directory to read
+                features += ["runtime_adapters"] * args.allow_runtime_lora_updating
+            for name, folder in adapters.items():
+                writer.engine.load_adapter(name, folder)
+            info = engine_info(args, writer, tuple(features), adapters)
             print(writer.engine.describe(), flush=True)
             status = front_end.serve(writer.engine, info, explain=writer.explain)
             if status:
@@ -195,7 +202,37 @@ def add_grammars(writer: Writer, watch: ExitStack) -> bool:
     return True
 
 
-def engine_info(args: argparse.Namespace, writer: Writer, features: tuple[str, ...]) -> EngineInfo:
+def adapters_of(args: argparse.Namespace) -> dict[str, str]:
+    """Return the adapters of --lora-modules, name -> folder.  Raises ConfigError."""
+    pairs = [word.partition("=") for word in args.lora_modules]
+    names = [name for name, _, _ in pairs]
+    own = args.served_model_name or Path(args.load).resolve().name
+    problems = []
+    for (name, _, folder), word in zip(pairs, args.lora_modules, strict=True):
+        if not name or not folder:
+            problems.append(f"--lora-modules {word}: give NAME=FOLDER")
+        elif name == own or names.count(name) > 1:
+            problems.append(f"--lora-modules {word}: {name} is the name of another model")
+    if args.allow_runtime_lora_updating and not may_control(args):
+        problems.append(
+            "--allow-runtime-lora-updating lets clients name folders to read: with --host "
+            f"{args.host} give --api-key-file"
+        )
+    ConfigError.raise_for(problems)
+    return {name: folder for name, _, folder in pairs}
+
+
+def may_control(args: argparse.Namespace) -> bool:
+    """Return whether clients may name directories to read, and pause the engine."""
+    return args.api_key_file is not None or args.host in _LOOPBACK
+
+
+def engine_info(
+    args: argparse.Namespace,
+    writer: Writer,
+    features: tuple[str, ...],
+    adapters: Mapping[str, str],
+) -> EngineInfo:
     """Return what the front end must know of the engine."""
     model = writer.engine.model
     images = writer.image_prompts
@@ -209,6 +246,9 @@ def engine_info(args: argparse.Namespace, writer: Writer, features: tuple[str, .
         modules=tuple(args.import_module or ()),
         features=features,
         images=None if images is None else dataclasses.asdict(images.input),
+        adapters=adapters,
+        vector_size=model.config.hidden_size,
+        pooling=args.embedding_pooling,
     )
 
 
@@ -236,6 +276,25 @@ def add_server_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     add_front_end_flags(parser)
     group = parser.add_argument_group("engine")
     group.add_argument("--max-batch-size", type=int, help="requests that run at the same time")
+    group.add_argument(
+        "--lora-modules",
+        nargs="+",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="adapters that requests can name as their model: folders of PEFT, or checkpoints of "
+        "--lora-rank",
+    )
+    group.add_argument(
+        "--allow-runtime-lora-updating",
+        action="store_true",
+        help="let clients load and unload adapters, from any folder that this process can read",
+    )
+    group.add_argument(
+        "--embedding-pooling",
+        choices=("last", "mean"),
+        default="last",
+        help="vectors of texts are the last hidden state of the last token, or their mean",
+    )
     ignored = parser.add_argument_group("ignored: each request sets these")
     ignored.add_argument("--temperature", type=float)
     ignored.add_argument("--top_k", type=int)

@@ -11,6 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.core.config.errors import LaunchError
@@ -132,7 +133,9 @@ def _with_schema(kind: dict[str, object]) -> dict[str, object]:
 
 def test_two_ranks_give_the_same_text_and_end_together(checkpoint, other_checkpoint, expected):
     command = [*forked.torchrun(2), TOOL, "--load", str(checkpoint), "--device", "cpu"]
-    with started([*command, "--tensor-model-parallel-size", "2", "--port", "0"]) as server:
+    command += ["--tensor-model-parallel-size", "2", "--port", "0"]
+    with started([*command, "--allow-runtime-lora-updating"]) as server:
+        assert any(line.startswith("KV cache: ") for line in server.lines)
         assert [_completions(server, prompt) for prompt in PROMPTS] == expected
         status, found = server.ask("POST", "/update_weights", {"load": "/nowhere"})
         assert (status, found["error"]["param"]) == (400, "load")
@@ -142,6 +145,15 @@ def test_two_ranks_give_the_same_text_and_end_together(checkpoint, other_checkpo
         assert _completions(server, PROMPTS[0]) == expected[0]  # the old weights stay
         status, found = server.ask("POST", "/update_weights", {"load": str(other_checkpoint)})
         assert (status, found) == (200, {"weight_version": 1})
+        body = {"lora_name": "a", "lora_path": str(other_checkpoint)}
+        status, found = server.ask("POST", "/v1/load_lora_adapter", body)
+        assert (status, "holds a complete model, no adapters" in found["message"]) == (400, True)
+        body = {"input": [*PROMPTS, PROMPTS[0]], "pooling": "mean"}
+        data = server.ask("POST", "/v1/embeddings", body)[1]["data"]
+        first, *others, again = (np.array(each["embedding"]) for each in data)
+        assert again == pytest.approx(first, abs=1e-5)
+        assert [np.linalg.norm(x) for x in (first, *others)] == pytest.approx([1] * len(PROMPTS))
+        assert server.ask("POST", "/pause")[0] == server.ask("POST", "/resume")[0] == 200
         (texts,) = run_ranks(_texts, 1, str(other_checkpoint))
         assert [_completions(server, prompt, 1) for prompt in PROMPTS] == texts != expected
         assert server.end() != 0  # of torchrun, after any signal

@@ -10,11 +10,17 @@ from unittest import mock
 
 import pytest
 
+from megatron.core.config.errors import ConfigError
 from megatron.training.arguments.parser import build_parser
 from tests.support.pages import commands_of, python_of
 from tests.support.server_process import ROOT, fake_server
 from tools import text_generation_cli
-from tools.run_text_generation_server import add_server_flags, model_flags, warnings_of
+from tools.run_text_generation_server import (
+    adapters_of,
+    add_server_flags,
+    model_flags,
+    warnings_of,
+)
 
 PAGE = (ROOT / "docs" / "serving.md").read_text()
 COMMANDS = commands_of(ROOT / "docs" / "serving.md")
@@ -26,13 +32,14 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     template = folder / "template.jinja"
     template.write_text("{{ messages[-1].content }}")
-    with fake_server(folder, "--chat-template", str(template)) as found:
+    features = ("--features", "grammar", "control", "runtime_adapters")
+    with fake_server(folder, "--chat-template", str(template), *features) as found:
         yield found
 
 
 def test_commands_of_the_server_have_known_flags():
     starts = [c for c in COMMANDS if "tools/run_text_generation_server.py" in c]
-    assert len(starts) == 3
+    assert len(starts) == 4
     for words in starts:
         words = words[words.index("tools/run_text_generation_server.py") + 1 :]
         args = build_parser(add_server_flags).parse_args(words)
@@ -53,6 +60,26 @@ def test_flags_of_a_training_script_are_accepted_and_named():
     assert warnings_of(words)[1].startswith("--fp16, --num-layers: without effect")
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--lora-modules sql", "--lora-modules sql: give NAME=FOLDER"),
+        ("--lora-modules a=x a=y", "a is the name of another model"),
+        ("--lora-modules ck=x", "ck is the name of another model"),
+        ("--allow-runtime-lora-updating --host 0.0.0.0", "--host 0.0.0.0 give --api-key-file"),
+    ],
+)
+def test_adapters_that_cannot_be_served_are_refused(words, reason):
+    args = build_parser(add_server_flags).parse_args(["--load", "ck", *words.split()])
+    with pytest.raises(ConfigError, match=reason):
+        adapters_of(args)
+
+
+def test_adapters_have_names_and_folders():
+    words = ["--load", "ck", "--lora-modules", "a=x", "b=y=z"]
+    assert adapters_of(build_parser(add_server_flags).parse_args(words)) == {"a": "x", "b": "y=z"}
+
+
 def test_flags_of_the_page_exist():
     parser = build_parser(add_server_flags)
     known = {flag for action in parser._actions for flag in action.option_strings}
@@ -63,11 +90,12 @@ def test_flags_of_the_page_exist():
 
 def test_requests_of_curl_are_answered(server):
     requests = [words for words in COMMANDS if words[0] == "curl"]
-    assert len(requests) == 5
+    assert len(requests) == 12
     for words in requests:
         url = next(word for word in words if word.startswith(HERE))
         body = words[words.index("-d") + 1].encode() if "-d" in words else None
-        method = "PUT" if "PUT" in words else "POST" if body else "GET"
+        default = "POST" if body else "GET"
+        method = words[words.index("-X") + 1] if "-X" in words else default
         kind = {"Content-Type": "application/x-www-form-urlencoded"} if body else {}
         status, _, content = server.ask_raw(method, url.removeprefix(HERE), body, kind)
         assert (status, bool(content)) == (200, True), words

@@ -39,6 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             r=4 + seed, lora_alpha=16, target_modules=targets, init_lora_weights=False
         )
         peft.get_peft_model(model, config).save_pretrained(root / name)
+    model = models.CLASSES["Llama"][1].from_pretrained(root / "base")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(param.flip(0))
+    model.save_pretrained(root / "other")
     convert(
         ConversionRequest(
             source=root / "one",
@@ -52,8 +57,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.no_grad()
 def their_texts(folder: Path, name: str | None) -> list[list[int]]:
-    model = models.CLASSES["Llama"][1].from_pretrained(folder / "base")
-    if name is not None:
+    base = folder / ("other" if name == "other" else "base")
+    model = models.CLASSES["Llama"][1].from_pretrained(base)
+    if name in TARGETS:
         model = peft.PeftModel.from_pretrained(model, folder / name)
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NUM_TOKENS}
     options["min_new_tokens"] = NUM_TOKENS
@@ -76,7 +82,10 @@ Found = tuple[dict[Any, list[list[int]]], dict[Any, torch.Tensor]]
 
 
 def ours(rank: int, world: int, folder: Path, layout: GenerationLayout) -> Found:
-    """Return the texts of each adapter, and vectors by adapter, pooling and length 1."""
+    """Return the texts of each adapter and of new weights, and vectors.
+
+    These by adapter, pooling and whether their length is 1.
+    """
     # Prompts are computed in parts.
     options = EngineOptions(max_step_tokens=13)
     llm = LLM.load(str(folder / "base"), device_kind="cpu", layout=layout, options=options)
@@ -100,6 +109,11 @@ def ours(rank: int, world: int, folder: Path, layout: GenerationLayout) -> Found
             PROMPTS, pooling=pooling, normalize=is_normal, lora_request=adapters.get(name)
         )
         vectors[key] = torch.tensor(np.array(found))
+    with llm._leading() as leads:
+        if leads:
+            assert llm.engine.update_weights(str(folder / "other")) == 1
+    answers = llm.generate(PROMPTS, params)
+    texts["other"] = [[token.token for token in answer.tokens] for answer in answers]
     return texts, vectors
 
 
@@ -109,9 +123,9 @@ def ours(rank: int, world: int, folder: Path, layout: GenerationLayout) -> Found
 @pytest.mark.feature("Serving: vectors of texts are those of transformers' hidden states")
 def test_texts_and_vectors_are_those_of_peft(folder: Path, layout: str) -> None:
     found, vectors = run_ranks(ours, 2, folder, LAYOUTS[layout])[0]
-    expected = {name: their_texts(folder, name) for name in (None, "one", "two")}
+    expected = {name: their_texts(folder, name) for name in (None, "one", "two", "other")}
     assert found == {**expected, "ours": expected["one"]}
-    assert len({str(texts) for texts in expected.values()}) == 3
+    assert len({str(texts) for texts in expected.values()}) == 4
     for (name, pooling, is_normal), vector in vectors.items():
         states = their_vectors(folder, name)
         pooled = states[:, -1] if pooling == "last" else states.mean(1)

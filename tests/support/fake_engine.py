@@ -8,14 +8,18 @@ token -j.  With a gate file, a request whose first token is 0 waits until the fi
 from __future__ import annotations
 
 import argparse
+import base64
 import os
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.core.config.errors import CheckpointError
 from megatron.core.inference.paged_engine.request import (
     QueueFullError,
     Request,
@@ -35,6 +39,7 @@ class FakeStats:
 
     num_running: int
     num_added: int
+    num_resets: int  # of the prefix cache
 
 
 class FakeEngine:
@@ -47,6 +52,7 @@ class FakeEngine:
         self.open: dict[str, Request] = {}
         self._num_tokens: Counter[str] = Counter()  # that were generated, by request
         self.num_added = 0
+        self.num_resets = 0
 
     def prepare(self, request: Request) -> bool:
         return True
@@ -59,6 +65,19 @@ class FakeEngine:
         self.open[request.request_id] = request
         self.num_added += 1
 
+    def load_adapter(self, name: str, folder: str) -> None:
+        if folder == "/nowhere":
+            raise CheckpointError(f"{folder} holds no checkpoint")
+
+    def unload_adapter(self, name: str) -> bool:
+        return True
+
+    def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
+
+    def update_weights(self, checkpoint: str) -> int:
+        return 1
+
     def abort(self, request_id: str) -> bool:
         return self.open.pop(request_id, None) is not None
 
@@ -67,7 +86,7 @@ class FakeEngine:
         return bool(self.open)
 
     def stats(self) -> FakeStats:
-        return FakeStats(len(self.open), self.num_added)
+        return FakeStats(len(self.open), self.num_added, self.num_resets)
 
     def step(self) -> list[RequestOutput]:
         return [out for r in [*self.open.values()] if (out := self._next(r)) is not None]
@@ -75,6 +94,10 @@ class FakeEngine:
     def _next(self, request: Request) -> RequestOutput | None:
         if self.gate and request.prompt[0] == 0 and not self.gate.exists():
             return None
+        if request.pooling:
+            values = np.array(request.prompt + [float(request.pooling == "mean")], "<f4")
+            text = base64.b64encode(values[-4:].tobytes()).decode()
+            return self._end(request, (), (), "length")._replace(vector=text)
         params = request.params
         count = self._num_tokens[request.request_id]
         source = request.source or request.prompt
@@ -134,6 +157,7 @@ def main() -> None:
         eod=args.eod,
         decoder_start=args.decoder_start,
         features=tuple(args.features),
+        vector_size=4,
     )
     engine = FakeEngine(info, args.max_requests, args.gate)
     print(f"engine {os.getpid()}", flush=True)

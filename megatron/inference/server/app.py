@@ -13,6 +13,15 @@ from typing import Any
 from megatron.core.config.errors import MegatronError
 from megatron.core.inference.paged_engine.request import text_of
 from megatron.core.optional import require
+from megatron.inference.server.control_api import (
+    answer_load_adapter,
+    answer_pause,
+    answer_reset_prefix_cache,
+    answer_resume,
+    answer_unload_adapter,
+    answer_update_weights,
+)
+from megatron.inference.server.embeddings_api import answer_embeddings
 from megatron.inference.server.engine_link import EngineDied
 from megatron.inference.server.fields import ApiError, Body, Fields, as_api_error
 from megatron.inference.server.generation import Service
@@ -71,7 +80,15 @@ class FrontEnd:
             Route("POST", "/v1/responses", partial(answer, ResponsesRequest)),
             Route("POST", "/tokenize", answer_tokenize),
             Route("POST", "/detokenize", answer_detokenize),
+            Route("POST", "/v1/embeddings", answer_embeddings),
+            Route("POST", "/v1/load_lora_adapter", answer_load_adapter),
+            Route("POST", "/v1/unload_lora_adapter", answer_unload_adapter),
             Route("POST", "/update_weights", answer_update_weights),
+            Route("POST", "/update_weights_from_disk", answer_update_weights),
+            Route("POST", "/pause", answer_pause, may_be_empty=True),
+            Route("POST", "/resume", answer_resume, may_be_empty=True),
+            Route("GET", "/is_paused", self._is_paused),
+            Route("POST", "/reset_prefix_cache", answer_reset_prefix_cache, may_be_empty=True),
             Route("PUT", "/api", answer_api),
             Route("GET", "/v1/models", self._models),
             Route("GET", "/v1/models/{name:path}", self._models),
@@ -141,7 +158,8 @@ class FrontEnd:
             if route.method == "GET":
                 return await route.endpoint(request)
             service = self._ready()
-            body = await read_json(request, self._max_body_bytes)
+            size = self._max_body_bytes
+            body = await read_json(request, size, may_be_empty=route.may_be_empty)
             return await route.endpoint(service, request, body)
 
         return routing.Route(route.path, guarded, methods=[route.method])
@@ -156,20 +174,26 @@ class FrontEnd:
         return self.service
 
     async def _models(self, request: Any) -> Any:
-        """GET /v1/models and /v1/models/NAME: the model."""
-        info = self._ready().model.info
+        """GET /v1/models and /v1/models/NAME: the model and its adapters."""
+        service = self._ready()
+        info = service.model.info
         name = request.path_params.get("name")
-        if name not in (None, info.model):
+        common = {"object": "model", "created": _STARTED_AT, "owned_by": "megatron"}
+        common["max_model_len"] = info.max_sequence_length
+        found = {info.model: {"id": info.model, **common}}
+        for adapter, path in service.adapters.items():
+            found[adapter] = {"id": adapter, **common, "root": path, "parent": info.model}
+        if name is None:
+            return json_answer({"object": "list", "data": [*found.values()]})
+        if name not in found:
             text = f"the model {name!r:.80} does not exist"
             raise ApiError(text, "model", status=404, code="model_not_found")
-        found = {
-            "id": info.model,
-            "object": "model",
-            "created": _STARTED_AT,
-            "owned_by": "megatron",
-            "max_model_len": info.max_sequence_length,
-        }
-        return json_answer(found if name else {"object": "list", "data": [found]})
+        return json_answer(found[name])
+
+    async def _is_paused(self, request: Any) -> Any:
+        """GET /is_paused: whether /pause has stopped the engine."""
+        found = await self._ready().client.ask("is_paused", _HEALTH_TIMEOUT_S)
+        return json_answer({"is_paused": found["is_paused"]})
 
     async def _tokenizer_info(self, request: Any) -> Any:
         """GET /tokenizer_info: for clients that tokenize by this server, such as lm-eval."""
@@ -249,7 +273,6 @@ async def _unexpected(request: Any, error: Exception) -> Any:
 
 _STARTED_AT = int(time.time())
 _MAX_TOKENS = 1 << 20
-_UPDATE_TIMEOUT_S = 600.0
 
 
 async def answer_tokenize(service: Service, request: Any, body: Body) -> Any:
@@ -281,18 +304,3 @@ async def answer_detokenize(service: Service, request: Any, body: Body) -> Any:
     fields.refuse_others()
     (text,) = await model.decode_all([ids])
     return json_answer({"prompt": text})
-
-
-async def answer_update_weights(service: Service, request: Any, body: Body) -> Any:
-    """POST /update_weights: load the weights of another checkpoint of the same model."""
-    if "update_weights" not in service.model.info.features:
-        raise ApiError("the engine of this server cannot update its weights", status=501)
-    fields = Fields(body)
-    path = fields.text("load", None)
-    if not path:
-        raise ApiError("load: give the directory of a checkpoint", "load")
-    fields.refuse_others()
-    found = await service.client.ask("update_weights", _UPDATE_TIMEOUT_S, load=path)
-    if "error" in found:
-        raise ApiError(f"load: {found['error']}", "load")
-    return json_answer({"weight_version": found["version"]})

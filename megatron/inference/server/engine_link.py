@@ -1,8 +1,9 @@
 """The connection between front end and engine: its messages, and the loops at both ends.
 
-Messages are JSON objects, one a line, over a Unix socket.  To the engine: add, abort, stats, ping,
-update_weights.  From it: hello (first), accepted, refused, output (of one request in one step),
-answer (to stats, ping and update_weights), failed.
+Messages are JSON objects, one a line, over a Unix socket.  To the engine: add, abort, and those
+with an answer: stats, ping, is_paused, pause, resume, update_weights, reset_prefix_cache,
+load_adapter, unload_adapter.  From it: hello (first), accepted, refused, output (of one request in
+one step), answer, failed.
 
 `EngineLoop` runs in the engine's process: between two steps it reads the messages that have
 arrived; an idle engine waits for the next one.  The end of the socket is the end of the front end:
@@ -19,12 +20,13 @@ import json
 import selectors
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.errors import MegatronError
 from megatron.core.inference.paged_engine.request import (
     BeamParams,
+    Pooling,
     PromptImage,
     QueueFullError,
     Request,
@@ -37,7 +39,9 @@ if TYPE_CHECKING:  # the front end imports no torch
     from megatron.core.inference.paged_engine.engine import Engine
 
 MAX_BYTES = 64 << 20  # of one message; a request body is smaller
-_REQUEST_FIELDS = ("request_id", "prompt", "source", "grammar", "fork_of", "cache_salt")
+_REQUEST_FIELDS = (
+    *("request_id", "prompt", "source", "grammar", "fork_of", "cache_salt", "adapter", "pooling"),
+)
 _READ_BYTES = 1 << 20
 _PREPARING_WAIT_S = 0.002  # of an idle engine, for grammars that are being compiled
 
@@ -48,8 +52,9 @@ class EngineInfo:
 
     ``tokenizer``: fields of `TokenizerSpec`.  ``modules``: user modules to import, which may
     register tokenizers.  ``decoder_start``: the first token of a decoder whose encoder reads the
-    prompt.  ``features``: "grammar" and "update_weights", if the engine has them.  ``images``:
-    fields of `ImageInput`, for models that read images.
+    prompt.  ``features``: "grammar", "control" and "runtime_adapters", if the engine has them.
+    ``images``: fields of `ImageInput`, for models that read images.  ``adapters``: name -> folder
+    of those that are loaded.  ``vector_size`` and ``pooling`` of vectors of texts.
     """
 
     model: str
@@ -61,6 +66,9 @@ class EngineInfo:
     modules: Sequence[str] = ()
     features: Sequence[str] = ()
     images: dict[str, Any] | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    vector_size: int = 0
+    pooling: Pooling = "last"
 
 
 def encode(kind: str, **content: object) -> bytes:
@@ -110,6 +118,8 @@ class EngineLoop:
         self._received = bytearray()  # the beginning of a line
         self._open: set[str] = set()
         self._preparing: dict[str, Request] = {}  # by id, in the order of their arrival
+        self._is_paused = False
+        self._pauses: list[dict[str, Any]] = []  # that wait for the end of open requests
 
     def run(self) -> None:
         """Return when the front end has closed the connection."""
@@ -119,8 +129,10 @@ class EngineLoop:
                 selector.register(self._connection, selectors.EVENT_READ)
                 while self._read(selector):
                     self._add_prepared()
-                    if self._engine.has_unfinished:
+                    if self._is_busy:
                         self._step()
+                    elif self._pauses and not self._preparing:
+                        self._pause_now()
         except (BrokenPipeError, ConnectionResetError):
             pass  # the front end ended while this process was writing
         except Exception as error:
@@ -130,10 +142,14 @@ class EngineLoop:
         for request_id in self._open:
             self._engine.abort(request_id)
 
+    @property
+    def _is_busy(self) -> bool:
+        return self._engine.has_unfinished and not self._is_paused
+
     def _read(self, selector: selectors.BaseSelector) -> bool:
         """Handle messages, waiting for one if the engine is idle; False: no more will come."""
-        wait_s = _PREPARING_WAIT_S if self._preparing else None
-        if not selector.select(0 if self._engine.has_unfinished else wait_s):
+        wait_s = _PREPARING_WAIT_S if self._preparing or self._pauses else None
+        if not selector.select(0 if self._is_busy else wait_s):
             return True
         data = self._connection.recv(_READ_BYTES)
         self._received += data
@@ -158,18 +174,56 @@ class EngineLoop:
             self._preparing.pop(message["id"], None)
             self._open.discard(message["id"])
             self._engine.abort(message["id"])
+        elif kind == "pause":
+            self._pauses.append(message)
+            if message["mode"] == "abort":
+                self._abort_all()
+            if message["mode"] != "wait":
+                self._pause_now()
         else:
             self._send("answer", call=message["call"], **self._answer(message))
 
     def _answer(self, message: dict[str, Any]) -> dict[str, object]:
-        if message["type"] == "stats":
+        kind = message["type"]
+        if kind == "stats":
             return asdict(self._engine.stats())
-        if message["type"] == "update_weights":
-            try:
+        if kind == "resume":
+            self._pause_now()  # for those who still wait for it
+            self._is_paused = False
+        elif kind == "is_paused":
+            return {"is_paused": self._is_paused}
+        elif kind == "reset_prefix_cache":
+            self._engine.reset_prefix_cache()
+        elif kind == "unload_adapter":
+            self._engine.unload_adapter(message["name"])
+        try:
+            if kind == "update_weights":
                 return {"version": self._engine.update_weights(message["load"])}
-            except MegatronError as error:  # the old weights stay
-                return {"error": str(error)}
+            if kind == "load_adapter":
+                self._engine.load_adapter(message["name"], message["path"])
+        except MegatronError as error:  # the old weights stay
+            return {"error": str(error)}
         return {}
+
+    def _pause_now(self) -> None:
+        """Stop steps, and answer those who have asked for it."""
+        self._is_paused = True
+        if any(message["clears"] for message in self._pauses):
+            self._engine.reset_prefix_cache()
+        for message in self._pauses:
+            self._send("answer", call=message["call"])
+        self._pauses.clear()
+
+    def _abort_all(self) -> None:
+        """End all requests; their clients get what there is, with the reason "abort"."""
+        for request_id in self._preparing:
+            self._send("accepted", id=request_id)
+        for request_id in (*self._open, *self._preparing):
+            self._engine.abort(request_id)
+            item = RequestOutput(request_id, finish_reason="abort")
+            self._send("output", id=request_id, item=item)
+        self._open.clear()
+        self._preparing.clear()
 
     def _add_prepared(self) -> None:
         """Add the requests whose grammars have been compiled; refuse those that cannot run."""
@@ -215,6 +269,7 @@ class EngineClient:
         self._numbers = itertools.count()
         self._flush_lock = asyncio.Lock()
         self.failure: str | None = None
+        self.refuses_requests = False  # while it is paused
 
     async def hello(self) -> EngineInfo:
         """Return the first message.  Raises EngineDied if the engine ends before it."""

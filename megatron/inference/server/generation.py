@@ -15,6 +15,7 @@ from megatron.core.inference.paged_engine.request import (
     Beam,
     BeamParams,
     FinishReason,
+    Pooling,
     PromptImage,
     Request,
     RequestError,
@@ -139,6 +140,8 @@ class GenerationRequest:
     keeps_tokens: bool = True
     hidden: frozenset[int] = frozenset()
     cache_salt: str = ""
+    adapter: str | None = None
+    pooling: Pooling | None = None
 
     @property
     def num_values(self) -> int:
@@ -177,6 +180,7 @@ class Sample:
     num_cached: int = 0
     weight_version: int = 0
     beams: tuple[Beam, ...] = ()  # of a beam search, best first
+    vector: str = ""
 
     @property
     def mean_log_prob(self) -> float:
@@ -190,6 +194,7 @@ class Sample:
         self.weight_version = output.weight_version
         self.prompt_scores += output.prompt_scores
         self.beams = output.beams
+        self.vector = output.vector
         delta = self.state.add(output)
         self.text += delta.text
         if keeps_tokens:
@@ -252,6 +257,9 @@ class Generation:
 
     async def start(self) -> None:
         """Return when the engine has accepted all requests; raises otherwise."""
+        if self._client.refuses_requests:
+            headers = {"Retry-After": "5"}
+            raise ApiError("generation is paused: POST /resume", status=503, headers=headers)
         for request_id, request in self._requests.items():
             self._client.calls[request_id] = self._call
             self._client.send("add", request=request_to_json(request))
@@ -338,6 +346,8 @@ def _request(
         images=wanted.images,
         grammar=wanted.grammar,
         fork_of=f"{generation_id}-{at}-0" if number else None,  # whose pages it shares
+        adapter=wanted.adapter,
+        pooling=wanted.pooling,
         beam=wanted.beam,
         cache_salt=wanted.cache_salt,
     )
@@ -358,6 +368,9 @@ class Service:
     max_api_tokens: int
     calls: Markup = TOOL_PARSERS["hermes"]
     reasoning: Markup = REASONING_PARSERS[NONE]
+
+    def __post_init__(self) -> None:
+        self.adapters = dict(self.model.info.adapters)  # name -> folder, as they are loaded
 
     def close(self) -> None:
         """End the processes that work on requests."""
@@ -418,13 +431,20 @@ class Service:
             raise
         return EventStream(events(), generation.close)
 
-    def check_model(self, fields: Fields) -> None:
-        """Raise ApiError (404) if the request names another model than the served one."""
+    def check_model(self, fields: Fields) -> str | None:
+        """Return the adapter that a request names as its model; None: the model itself.
+
+        Raises ApiError (404) for any other name.
+        """
         name = fields.text("model", None)
+        if name in self.adapters:
+            return name
         if name is not None and name != self.model.info.model:
+            served = " or ".join(map(repr, [self.model.info.model, *self.adapters][:8]))
             raise ApiError(
-                f"model: {name[:80]!r} is not served here; the model is {self.model.info.model!r}",
+                f"model: {name[:80]!r} is not served here; the model is {served}",
                 "model",
                 status=404,
                 code="model_not_found",
             )
+        return None

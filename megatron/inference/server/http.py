@@ -34,7 +34,7 @@ class ClientGone(Exception):
     """The client has closed the connection: nobody reads the answer."""
 
 
-async def read_json(request: Any, max_bytes: int) -> Body:
+async def read_json(request: Any, max_bytes: int, *, may_be_empty: bool = False) -> Body:
     """Return the JSON object of a request's body.  Raises ApiError, ClientGone."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in _BODY_TYPES:
@@ -47,6 +47,8 @@ async def read_json(request: Any, max_bytes: int) -> Body:
         raise ApiError(
             f"the body did not arrive in {_BODY_TIMEOUT_S:g} s; send it again", status=408
         ) from None
+    if may_be_empty and not data.strip():
+        return {}
     found = parse_json(data, "the body")
     if not isinstance(found, dict):
         raise ApiError("the body must be a JSON object")

@@ -77,7 +77,7 @@ class _OpenAIRequest(ABC):
         self.model = service.model
         self.started_at = int(time.time())
         self.fields = fields = Fields(body)
-        service.check_model(fields)
+        self.adapter = service.check_model(fields)
         self.is_plain = not fields.boolean("add_special_tokens", True)
         self.num_returned = fields.integer("n", 1, 1, MAX_SAMPLES)  # samples of each prompt
         self.is_stream = fields.boolean("stream")
@@ -161,7 +161,7 @@ class _OpenAIRequest(ABC):
             "id": f"{self.id_prefix}-{sample.generation_id}",
             "object": self.kinds[self.is_stream],
             "created": self.started_at,
-            "model": self.model.info.model,
+            "model": self.adapter or self.model.info.model,
             "choices": choices,
             **more,
         }
@@ -206,6 +206,7 @@ async def answer(kind: type[_OpenAIRequest], service: Service, request: Any, bod
     """Answer a request with one object, or with a stream of them."""
     asked = kind(service, body)
     await asked.read()
+    asked.generation = replace(asked.generation, adapter=asked.adapter)
     if asked.is_stream:
         return await service.stream(asked.generation, request, asked.events, asked.last_events)
     samples = asked.best(await service.samples(asked.generation, request, asked.take))
@@ -308,31 +309,37 @@ class CompletionRequest(_OpenAIRequest):
 
 
 async def read_prompts(
-    fields: Fields, model: Model, *, has_texts: bool, is_plain: bool = False, is_cut: bool = False
+    fields: Fields,
+    model: Model,
+    *,
+    name: str = "prompt",
+    has_texts: bool,
+    is_plain: bool = False,
+    is_cut: bool = False,
 ) -> tuple[list[list[int]], list[str]]:
-    """Read ``prompt``: a text, texts, token ids or lists of them; return ids, and texts if wanted.
+    """Read ``name``: a text, texts, token ids or lists of them; return ids, and texts if wanted.
 
     Everything that is too long is refused before anything is tokenized, unless it ``is_cut`` later.
     """
-    value = fields.get("prompt")
+    value = fields.get(name)
     is_ids = isinstance(value, list) and value and isinstance(value[0], int)
     many = value if isinstance(value, list) and not is_ids else [value]
     if not many or len(many) > MAX_PROMPTS:
-        raise ApiError(f"prompt: give 1 to {MAX_PROMPTS} prompts", "prompt")
+        raise ApiError(f"{name}: give 1 to {MAX_PROMPTS} prompts", name)
     longest = model.info.max_sequence_length
     for item in many:
         if isinstance(item, str):
             if not is_cut:
-                model.check_characters(item, "prompt")
+                model.check_characters(item, name)
         elif isinstance(item, list):
-            fields.token_ids("prompt", item, model.info.vocab_size, longest)
+            fields.token_ids(name, item, model.info.vocab_size, longest)
         else:
             raise ApiError(
-                "prompt: give a text, a list of texts, token ids, or a list of lists of token ids",
-                "prompt",
+                f"{name}: give a text, a list of texts, token ids, or a list of lists of token ids",
+                name,
             )
     given = [item for item in many if isinstance(item, str)]
-    prompts = _replaced(many, str, await model.tokenize(given, is_plain=is_plain))
+    prompts = _replaced(many, str, await model.tokenize(given, name, is_plain=is_plain))
     if not has_texts:
         return prompts, []
     ids = [item for item in many if isinstance(item, list)]

@@ -23,12 +23,16 @@ Endpoint: TypeAlias = Callable[..., Awaitable[Any]]
 
 
 class Route(NamedTuple):
-    """A path of the server; one that is not ``is_open`` needs a key if the server has keys."""
+    """A path of the server; one that is not ``is_open`` needs a key if the server has keys.
+
+    ``may_be_empty``: it needs no body.
+    """
 
     method: str
     path: str
     endpoint: Endpoint
     is_open: bool = False
+    may_be_empty: bool = False
 
 
 _MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -41,7 +45,11 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/v1/responses": [{**_INNER, "input": "Hello", "reasoning": {}, "text": {"format": {}}}],
     "/tokenize": [{"prompt": "Hello"}, {"messages": _MESSAGES}],
     "/detokenize": [{"tokens": [1]}],
+    "/v1/embeddings": [{"input": "Hello"}],
+    "/v1/load_lora_adapter": [{"lora_name": "sql", "lora_path": "adapters/sql"}],
+    "/v1/unload_lora_adapter": [{"lora_name": "sql"}],
     "/update_weights": [{"load": "checkpoints/run1"}],
+    "/update_weights_from_disk": [{"model_path": "checkpoints/run1"}],
 }
 EXAMPLES["/completions"] = EXAMPLES["/v1/completions"]
 _ERROR = {
@@ -109,7 +117,10 @@ async def _operation(service: Service, route: Route, path: str) -> dict[str, Any
         if route.path in EXAMPLES:
             examples = enumerate(EXAMPLES[route.path], 1)
             content["examples"] = {f"example {i}": {"value": body} for i, body in examples}
-        found["requestBody"] = {"required": True, "content": {"application/json": content}}
+        found["requestBody"] = {
+            "required": not route.may_be_empty,
+            "content": {"application/json": content},
+        }
     return found
 
 

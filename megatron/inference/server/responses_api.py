@@ -109,7 +109,7 @@ class ResponsesRequest(ChatRequest):
             "object": "response",
             "created_at": self.started_at,
             "status": status,
-            "model": self.model.info.model,
+            "model": self.adapter or self.model.info.model,
             "output": [],
             "error": None,
             "incomplete_details": None,

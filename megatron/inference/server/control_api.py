@@ -1,0 +1,125 @@
+"""Paths for operators and reinforcement learning: weights, adapters, pauses, the prefix cache.
+
+Names and bodies are vLLM's; a checkpoint is pushed by its path, as in SGLang.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from megatron.inference.server.fields import ApiError, Body, Fields
+from megatron.inference.server.generation import Service
+from megatron.inference.server.http import json_answer, responses
+
+_TIMEOUT_S = 600.0
+_PAUSES = ("abort", "wait", "keep")
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+CONTROL = "control"  # features of an engine: see `EngineInfo`
+RUNTIME_ADAPTERS = "runtime_adapters"
+
+
+async def answer_update_weights(service: Service, request: Any, body: Body) -> Any:
+    """POST /update_weights: load the weights of another checkpoint of the same model."""
+    _check_control(service)
+    fields = Fields(body)
+    name = "model_path" if "model_path" in body else "load"
+    path = fields.text(name, None)
+    if not path:
+        raise ApiError(f"{name}: give the directory of a checkpoint", name)
+    fields.refuse_others(("flush_cache", "load_format"))
+    found = await service.client.ask("update_weights", _TIMEOUT_S, load=path)
+    if "error" in found:
+        raise ApiError(f"{name}: {found['error']}", name)
+    version = found["version"]
+    more = {"success": True, "message": f"the weights are those of {path}"}
+    return json_answer({"weight_version": version, **(more if name == "model_path" else {})})
+
+
+async def answer_pause(service: Service, request: Any, body: Body) -> Any:
+    """POST /pause: stop steps; ``mode`` says what open requests do."""
+    _check_control(service)
+    mode = request.query_params.get("mode", "abort")
+    if mode not in _PAUSES:
+        raise ApiError(f"mode: {mode[:80]!r} is invalid: give one of {', '.join(_PAUSES)}", "mode")
+    clears = _BOOLEANS.get(request.query_params.get("clear_cache", "true").lower())
+    if clears is None:
+        raise ApiError("clear_cache: give true or false", "clear_cache")
+    client = service.client
+    client.refuses_requests = mode != "keep"  # before the engine knows: none comes between
+    await client.ask("pause", _TIMEOUT_S, mode=mode, clears=clears and mode != "keep")
+    return json_answer({"status": "paused"})
+
+
+async def answer_resume(service: Service, request: Any, body: Body) -> Any:
+    """POST /resume: go on."""
+    _check_control(service)
+    await service.client.ask("resume", _TIMEOUT_S)
+    service.client.refuses_requests = False
+    return json_answer({"status": "resumed"})
+
+
+async def answer_reset_prefix_cache(service: Service, request: Any, body: Body) -> Any:
+    """POST /reset_prefix_cache: later requests compute the beginnings of their prompts again."""
+    _check_control(service)
+    await service.client.ask("reset_prefix_cache", _TIMEOUT_S)
+    return json_answer({"success": True})
+
+
+async def answer_load_adapter(service: Service, request: Any, body: Body) -> Any:
+    """POST /v1/load_lora_adapter: read an adapter from a folder."""
+    _check_runtime_adapters(service)
+    fields = Fields(body)
+    name, path = fields.text("lora_name", None), fields.text("lora_path", None)
+    replaces = fields.boolean("load_inplace")
+    fields.refuse_others(("is_3d_lora_weight",))
+    if not name or not path:
+        raise ApiError("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
+    if name == service.model.info.model:
+        text = f"The lora adapter '{name}' conflicts with a served base model."
+        raise ApiError(text, "lora_name")
+    if name in service.adapters and not replaces:
+        raise ApiError(
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter "
+            "in place, set 'load_inplace' to True.",
+            "lora_name",
+        )
+    found = await service.client.ask("load_adapter", _TIMEOUT_S, name=name, path=path)
+    if "error" in found:
+        text = f"Loading lora {name} failed: {found['error']}"
+        raise ApiError(text, "lora_path", status=400 if os.path.isdir(path) else 404)
+    service.adapters[name] = path
+    return responses.PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def answer_unload_adapter(service: Service, request: Any, body: Body) -> Any:
+    """POST /v1/unload_lora_adapter: refuse the name from now on; open requests go on."""
+    _check_runtime_adapters(service)
+    fields = Fields(body)
+    name = fields.text("lora_name", None)
+    fields.refuse_others(("lora_int_id",))
+    if not name:
+        text = "'lora_name' needs to be provided to unload a LoRA adapter."
+        raise ApiError(text, "lora_name")
+    if service.adapters.pop(name, None) is None:
+        text = f"The lora adapter '{name}' cannot be found."
+        raise ApiError(text, "lora_name", status=404)
+    await service.client.ask("unload_adapter", _TIMEOUT_S, name=name)
+    return responses.PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _check_control(service: Service) -> None:
+    if CONTROL not in service.model.info.features:
+        raise ApiError(
+            "this server is not controlled over the network: start it with --api-key-file",
+            status=501,
+        )
+
+
+def _check_runtime_adapters(service: Service) -> None:
+    if RUNTIME_ADAPTERS not in service.model.info.features:
+        raise ApiError(
+            "this server loads no adapters at run time: start it with --lora-modules NAME=FOLDER, "
+            "or with --allow-runtime-lora-updating on 127.0.0.1 or with --api-key-file",
+            status=501,
+        )
