@@ -85,6 +85,18 @@ def read_chat_template(
     return (found if isinstance(found, str) else None), tokens
 
 
+def open_last_message(text: str, content: str) -> str | None:
+    """Return a rendered conversation up to the end of its last ``content``, which then goes on.
+
+    Return None if the template has not written it.
+    """
+    at = text.rfind(content.strip())
+    if at < 0 or not content.strip():
+        return None
+    whole = content.lstrip()  # with its spaces at the end, if the template keeps them
+    return text[:at] + (whole if text.startswith(whole, at) else content.strip())
+
+
 def _generation_block(wanted_by: str, marks: tuple[str, str]) -> type:
     """Return the jinja2 extension of ``{% generation %} ... {% endgeneration %}``."""
     nodes = require("jinja2.nodes", wanted_by)

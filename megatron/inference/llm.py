@@ -10,9 +10,9 @@ Under torchrun every rank runs the same script; rank 0 gets the answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from operator import index
 from typing import Any, TypeAlias, cast
@@ -37,7 +37,9 @@ from megatron.inference.text import SampleText, TextDelta, TextRules
 from megatron.training.initialize import shut_down
 from megatron.training.process.rank_print import is_rank0
 from megatron.training.tokenizer import MegatronTokenizer
+from megatron.training.tokenizer.chat import ChatTemplate, Message, load_chat_template
 from megatron.training.tokenizer.multimodal_tokenizer import Turn
+from megatron.training.tokenizer.sft_tokenizer import SFTTokenizer
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,12 @@ class LLM:
         engine: Engine,
         tokenizer: MegatronTokenizer,
         image_prompts: ImagePrompts | None = None,
+        tokenizer_path: str | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self._image_prompts = image_prompts
+        self._tokenizer_path = tokenizer_path  # of the chat template
         self._ids = count()
         self._adapter_folders: dict[str, str] = {}  # by name
 
@@ -113,7 +117,8 @@ class LLM:
         LaunchError if the process has another model: `shut_down` that one first.
         """
         writer = open_writer(path, **options)
-        return cls(writer.engine, writer.tokenizer, writer.image_prompts)
+        files = writer.tokenizer_spec.tokenizer_model
+        return cls(writer.engine, writer.tokenizer, writer.image_prompts, files)
 
     def generate(
         self,
@@ -134,6 +139,51 @@ class LLM:
             for _ in self._complete(answers, params, stop, lora_request) if leads else ():
                 pass
         return answers if leads else []
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        stop: str | Sequence[str] = (),
+        lora_request: Adapters = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Answer]:
+        """Return the answer to a conversation, or to each of several.  Collective.
+
+        ``chat_template``: jinja text; default: that of the tokenizer.  ``chat_template_kwargs``:
+        its variables.  An answer also ends at the token that ends a turn of the template.  Raises
+        ConfigError without a template, DataError if it refuses the messages.
+        """
+        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        template = self._chat_template(chat_template)
+        variables = chat_template_kwargs or {}
+        prompts = [
+            template.encode_prompt(
+                cast(Sequence[Message], chat),
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **variables,
+            ).tolist()
+            for chat in chats
+        ]
+        params = params or SamplingParams()
+        if not params.ignore_eos:
+            ends = dict.fromkeys((*params.stop_token_ids, *template.stop_ids(tools, **variables)))
+            params = replace(params, stop_token_ids=tuple(ends))
+        return self.generate(prompts, params, stop=stop, lora_request=lora_request)
+
+    def _chat_template(self, source: str | None) -> ChatTemplate:
+        if source is not None:
+            return ChatTemplate(self.tokenizer, source, {}, "chat_template")
+        if isinstance(self.tokenizer, SFTTokenizer):
+            return self.tokenizer.chat
+        return load_chat_template(self.tokenizer, None, self._tokenizer_path)
 
     def embed(
         self,

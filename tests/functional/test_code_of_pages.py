@@ -312,6 +312,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_chat_tokenizer(folder)
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     flags += ["--position-embedding-type", "rope", "--train-iters", "1"]
+    flags += ["--max-position-embeddings", "64"]  # for the chat of serving.md
     run_gpt(folder, *flags, "--save", str(folder / "checkpoints"))
     return folder
 

@@ -40,7 +40,7 @@ BUDGETS: dict[str, int] = {
     "core/tensor_parallel": 14150,
     "core/transformer": 55800,
     "core/virtual_ranks": 3800,
-    "inference": 9200,
+    "inference": 9500,
     "inference/server": 31000,
     "legacy": 0,
     "legacy/model": 0,
@@ -67,7 +67,7 @@ BUDGETS: dict[str, int] = {
     "training/process": 4300,
     "training/runtime": 3900,
     "training/step": 5400,
-    "training/tokenizer": 13050,
+    "training/tokenizer": 13250,
 }
 
 # A file is a concept.  One below this many lines is read together with another one: merge them.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
+from megatron.core.chat_templates import open_last_message
 from megatron.core.inference.paged_engine.request import PromptImage, TokenOutput
 from megatron.inference.server.chat_formats import (
     CALL,
@@ -437,16 +438,14 @@ class ChatPrompt:
         text = await template.render({**self._variables, **given})
         if not self._continues:
             return text
-        last: str = self._messages[-1]["content"]
-        at = text.rfind(last.strip())
-        if at < 0 or not last.strip():
+        opened = open_last_message(text, self._messages[-1]["content"])
+        if opened is None:
             raise ApiError(
                 "continue_final_message: the chat template does not write the text of the last "
                 "message; give it a text, or leave this field out",
                 "continue_final_message",
             )
-        whole = last.lstrip()  # with its spaces at the end, if the template keeps them
-        return text[:at] + (whole if text.startswith(whole, at) else last.strip())
+        return opened
 
 
 @dataclass

@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.core.chat_templates import compile_template, read_chat_template, template_errors
+from megatron.core.chat_templates import (
+    compile_template,
+    open_last_message,
+    read_chat_template,
+    template_errors,
+)
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.conversations import Message as Message
 from megatron.training.tokenizer.base import MegatronTokenizer, MissingToken
@@ -95,16 +100,35 @@ class ChatTemplate:
         return encode_text(self._tokenizer, text, spans)
 
     def encode_prompt(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> np.ndarray:
-        """Return the tokens int32 [n] of a conversation and the header of the next answer."""
-        text, _ = self._render(messages, tools, add_generation_prompt=True)
+        """Return the tokens int32 [n] of a conversation and the header of the next answer.
+
+        ``continue_final_message``: the last message goes on, without a header.  ``variables``: of
+        the template.  Raises DataError if the template refuses the messages.
+        """
+        has_header = add_generation_prompt and not continue_final_message
+        text, _ = self._render(messages, tools, add_generation_prompt=has_header, **variables)
+        if continue_final_message:
+            opened = open_last_message(text, str(messages[-1].get("content") or ""))
+            if opened is None:
+                raise DataError(
+                    f"{self.origin}: the template does not write the text of the last message, "
+                    "which is to go on; give it a text"
+                )
+            text = opened
         return np.array(self._tokenizer.tokenize_plain(text), np.int32)
 
-    def stop_ids(self) -> tuple[int, ...]:
+    def stop_ids(self, tools: Sequence[Any] | None = None, **variables: Any) -> tuple[int, ...]:
         """Return the id of the token that ends an answer; empty if it ends with plain text."""
         turns = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
-        text, _ = self._render(turns, None)
+        text, _ = self._render(turns, tools, **variables)
         end = text.rpartition(_PROBE)[2].lstrip()
         named = (*self._tokenizer.appended_tokens(), self._special_tokens.get("eos_token", ""))
         found = [token for token in named if token and end.startswith(token)]
@@ -195,6 +219,7 @@ class ChatTemplate:
         tools: Sequence[Any] | None,
         *,
         add_generation_prompt: bool = False,
+        **variables: Any,
     ) -> tuple[str, list[Span]]:
         """Return the rendering, and the parts of it from generation blocks."""
         shown = json.dumps(messages, ensure_ascii=False, default=str) if self._has_blocks else ""
@@ -202,11 +227,11 @@ class ChatTemplate:
             raise DataError("a message contains U+FDD0 or U+FDD1, which are no characters")
         try:
             marked = self._template.render(
+                **self._special_tokens,
+                **{"documents": None, **variables},
                 messages=list(messages),
                 tools=tools,
-                documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
             )
         except self._errors as error:
             reason = f"{self.origin}: the template refuses a conversation: {error}"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.request import RequestError
 from megatron.core.inference.sampling_params import SamplingParams
@@ -50,6 +51,26 @@ def test_texts_and_ids_are_prompts() -> None:
     assert [t.token for t in text.tokens] == [int(word) for word in text.text.split()]
     assert text.finish_reason == "length"
     assert all(t.log_prob < 0 for t in text.tokens)
+
+
+@pytest.mark.feature("Generation: LLM.chat answers conversations by the chat template")
+def test_a_chat_is_answered_by_its_template() -> None:
+    pytest.importorskip("jinja2")
+    model = llm()
+    template = (
+        "{% for m in messages %}{{ m.content ~ ' ' }}{% endfor %}{{ tools | count ~ ' ' ~ more }}"
+        "{{ ' 11' if add_generation_prompt }}"
+    )
+    options = {"chat_template": template, "tools": [{}, {}], "chat_template_kwargs": {"more": 9}}
+    chats = [[{"role": "user", "content": "5 7"}], [{"role": "user", "content": "8"}]]
+    wanted = [answer.text for answer in model.generate(["5 7 2 9 11", "8 2 9 11"], PARAMS)]
+    assert [answer.text for answer in model.chat(chats, PARAMS, **options)] == wanted
+    assert [answer.text for answer in model.chat(chats[0], PARAMS, **options)] == wanted[:1]
+    assert model.chat([], PARAMS, **options) == []
+    (opened,) = model.chat(chats[1], PARAMS, continue_final_message=True, **options)
+    assert opened.text == model.generate("8", PARAMS)[0].text
+    with pytest.raises(ConfigError, match="no chat template"):
+        model.chat(chats, PARAMS)
 
 
 def test_a_text_ends_before_a_stop_string() -> None:

@@ -134,6 +134,10 @@ def test_templates_render_as_transformers_does(folder, name, source, eos, has_sy
         )
         ids = template.encode_prompt(messages) if ask else template.encode(messages).tokens
         assert ids.tolist() == expected
+    opened = wrapper.apply_chat_template(
+        TURNS, chat_template=source, continue_final_message=True, return_dict=False
+    )
+    assert template.encode_prompt(TURNS, continue_final_message=True).tolist() == opened
 
 
 @pytest.mark.parametrize("source", [row[1] for row in TEMPLATES], ids=IDS)
