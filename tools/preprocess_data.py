@@ -1,6 +1,6 @@
 """Turn text into the token files that training reads.
 
-    python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --workers 8 \\
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus \\
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \\
         --append-eod
 
@@ -57,7 +57,12 @@ def get_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("output data")
     group.add_argument("--output-prefix", required=True, help="path of the files, without suffix")
     group = parser.add_argument_group("runtime")
-    group.add_argument("--workers", type=int, required=True, help="processes that encode")
+    group.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="processes that encode; one for each core if not given",
+    )
     group.add_argument(
         "--partitions", type=int, default=1, help="parts that are finished one after the other"
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
+from collections.abc import Iterator
 
 import pytest
 
 from megatron.core import optional
-from tests.repo.source import ROOT
+from tests.repo.source import ROOT, Source, project
 from tools.dev import architecture, features, flags, matrix, tree
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -110,3 +112,26 @@ def test_calls_are_found_through_functions_of_a_file_in_their_order():
     calls = architecture.calls_of("megatron/training/training.py", "pretrain")
     order = [calls.index(n) for n in ("configure", "install_groups", "build_model_chunks", "train")]
     assert order == sorted(order)
+
+
+def messages_of(source: Source) -> Iterator[str]:
+    """Return the literal texts of a file, with a NUL for each value that is filled in."""
+    for node in source.nodes:
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    tables = re.findall(r"^\| message \|.*?\n\n", text + "\n", re.MULTILINE | re.DOTALL)
+    quoted = [q for table in tables for q in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)]
+    assert len(quoted) > 30
+    said = [m for source in project() if source.is_under("megatron") for m in messages_of(source)]
+    for message in quoted:
+        parts = [re.escape(part.strip()) for part in message.split("...")]
+        pattern = re.compile(r".*?".join(parts), re.DOTALL)
+        assert any(pattern.search(text) for text in said), f"no message says {message!r}"
