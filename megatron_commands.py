@@ -2,6 +2,8 @@
 
     megatron-train gpt --lr 1e-3                starts pretrain_gpt.py --lr 1e-3
     megatron-launch --nproc-per-node 8 gpt ...  starts 8 ranks of it (tools/launch.py)
+    megatron-train --config sft-lora            starts what the recipe or file names by `train:`
+    megatron-train recipes [FOLDER]             lists the recipes, or writes them and a tiny model
     eval "$(megatron-train completion bash)"    the shell completes names and flags
 
 The programs are files beside this one; a wheel has them in ``megatron/programs``.  This module
@@ -19,19 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-# Name of `megatron-train` -> file, flags that choose the objective, and what it trains.
-TRAINING: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "gpt": ("pretrain_gpt.py", (), "a language model"),
-    "sft": ("pretrain_gpt.py", ("--sft",), "a language model on conversations"),
-    "dpo": ("pretrain_gpt.py", ("--dpo-beta", "0.1"), "a language model on preferences"),
-    "reward": ("pretrain_gpt.py", ("--reward-model",), "a model that scores answers"),
-    "rl": ("pretrain_rl.py", (), "a language model by reinforcement learning (GRPO)"),
-    "bert": ("pretrain_bert.py", (), "BERT"),
-    "t5": ("pretrain_t5.py", (), "T5"),
-    "mamba": ("pretrain_mamba.py", (), "Mamba-2 and hybrid models"),
-    "vlm": ("pretrain_vlm.py", (), "a model that reads images and text"),
-    "vision": ("pretrain_vision_classify.py", (), "a classifier of images"),
-}
+from megatron.training.arguments.programs import PROGRAMS, name_in, problem_of
+
 # Command -> its file.
 TOOLS = {
     "megatron-launch": "tools/launch.py",
@@ -51,20 +42,60 @@ def program(file: str) -> str:
 
 
 def command_line(words: Sequence[str]) -> list[str]:
-    """Return ``words`` with the name of `megatron-train` that they begin with as file and flags."""
-    if not words or words[0] not in TRAINING or Path(words[0]).exists():
-        return [*words]
-    file, flags, _ = TRAINING[words[0]]
-    return [program(file), *flags, *words[1:]]
+    """Return ``words`` with the file and flags of the program that they name.
+
+    Its name in `megatron-train` is the first word, or ``train`` of the file of --config.
+    """
+    if words[:1] == ["recipes"]:
+        return [program("examples/recipes/copy_recipes.py"), *words[1:]]
+    name = words[0] if words and words[0] in PROGRAMS and not Path(words[0]).exists() else None
+    flags = [*words[1:]] if name else [*words]
+    at = next((i for i, word in enumerate(flags) if word.partition("=")[0] == "--config"), None)
+    if name is None and (at is None or not flags[0].startswith("-")):
+        return flags  # a script of the user
+    file = None
+    if at is not None:
+        flags[at : at + 1] = flags[at].split("=", 1)
+        if at + 1 == len(flags):
+            _end("--config needs a file or a recipe; megatron-train recipes lists them")
+        file = flags[at + 1] = config_file(flags[at + 1])
+    text = Path(file).read_text(encoding="utf-8", errors="replace") if file else ""
+    in_file = name_in(text)
+    if name is None and in_file is None:
+        _end(f"{file} names no program: add a line such as 'train: sft' ({', '.join(PROGRAMS)})")
+    if in_file is not None and name not in (None, in_file):
+        _end(f"{name} --config {file}: the file has train: {in_file}; leave {name} out")
+    name = name or in_file
+    if problem := problem_of(name, PROGRAMS[name].file if name in PROGRAMS else ""):
+        _end(f"{file}: {problem}")
+    keys = text.replace("-", "_")
+    found = PROGRAMS[name]
+    is_set = in_file or any(re.search(rf"^\W*{key}\b", keys, re.M) for key in found.settings)
+    return [program(found.file), *([] if is_set else found.flags), *flags]
+
+
+def config_file(name: str) -> str:
+    """Return ``name``, or the path of the recipe with this name if there is no such file."""
+    if Path(name).is_file():
+        return name
+    if name not in (recipes := _recipes()):
+        near = difflib.get_close_matches(name, recipes, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        _end(f"--config {name}: no such file or recipe; {hint}megatron-train recipes lists them")
+    return recipes[name]
+
+
+def _recipes() -> dict[str, str]:
+    return {path.stem: str(path) for path in Path(program("examples/recipes")).glob("*.yaml")}
 
 
 def train() -> None:
-    """Start the training program that the first argument names."""
+    """Start the training program that the first argument, or the file of --config, names."""
     words = sys.argv[1:]
     if words[:1] == ["completion"]:
         print(completion(*words[1:2] or ["bash"]))
-    elif words and words[0] in TRAINING:
-        _replace_process(command_line(words))
+    elif (command := command_line(words)) != words:
+        _replace_process(command)
     else:
         _explain(words)
 
@@ -80,14 +111,22 @@ def _replace_process(command: Sequence[str]) -> NoReturn:
 
 
 def _explain(words: Sequence[str]) -> NoReturn:
-    lines = "\n".join(f"  {name:8}{what}" for name, (_, _, what) in TRAINING.items())
-    usage = f"usage: megatron-train NAME [flags]\n\nNAME is what is trained:\n{lines}"
+    lines = "\n".join(f"  {name:8}{program.title}" for name, program in PROGRAMS.items())
+    usage = (
+        "usage: megatron-train NAME [flags]\n"
+        "       megatron-train --config FILE_OR_RECIPE [flags]\n"
+        f"       megatron-train recipes [FOLDER]\n\nNAME is what is trained:\n{lines}"
+    )
     if not words or words[0] in ("-h", "--help"):
         print(f"{usage}\n\nmegatron-train NAME --help explains the flags.")
         sys.exit(0 if words else 2)
-    near = difflib.get_close_matches(words[0], TRAINING, n=1)
+    near = difflib.get_close_matches(words[0], PROGRAMS, n=1)
     hint = f": did you mean {near[0]}?" if near else ""
-    print(f"megatron-train: {words[0]} names no model{hint}\n\n{usage}", file=sys.stderr)
+    _end(f"{words[0]} names no model{hint}\n\n{usage}")
+
+
+def _end(problem: str) -> NoReturn:
+    print(f"megatron-train: {problem}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -100,7 +139,9 @@ _megatron_flags() {{
 _megatron_complete() {{
     local name="${{COMP_WORDS[0]##*/}}" word="${{COMP_WORDS[COMP_CWORD]}}" choices=
     if [[ $name == megatron-train && $COMP_CWORD == 1 ]]; then
-        choices="{names} completion"
+        choices="{names} completion recipes --config"
+    elif [[ ${{COMP_WORDS[COMP_CWORD - 1]}} == --config ]]; then
+        choices="{recipes}"
     elif [[ $word == -* ]]; then
         choices="$(_megatron_flags "$name")"
     fi
@@ -131,8 +172,9 @@ def completion(shell: str) -> str:
         flags = sorted(set(re.findall(r"(?<![\w-])--[a-z][\w-]*[a-z0-9]", text)))
         cases.append(f"        {name}) echo '{' '.join(flags)}' ;;")
     setup = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
+    lists = {"names": PROGRAMS, "tools": TOOLS, "recipes": sorted(_recipes())}
     body = _COMPLETION.format(
-        cases="\n".join(cases), names=" ".join(TRAINING), tools=" ".join(TOOLS)
+        cases="\n".join(cases), **{name: " ".join(words) for name, words in lists.items()}
     )
     return setup + body
 

@@ -70,7 +70,8 @@ class _Programs(build_py):
             return
         target = Path(self.build_lib, "megatron", "programs")
         tools = [p for p in Path("tools").rglob("*.py") if "dev" not in p.parts]
-        for source in [*Path().glob("pretrain_*.py"), Path("train_rl.py"), *tools]:
+        recipes = [p for n in ("*.*", "data/*.*") for p in Path("examples/recipes").glob(n)]
+        for source in [*Path().glob("pretrain_*.py"), Path("train_rl.py"), *tools, *recipes]:
             (target / source).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target / source)
 

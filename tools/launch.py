@@ -2,6 +2,7 @@
 
     tools/launch.py --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 2 ...
     tools/launch.py --nproc-per-node 8 gpt --tensor-model-parallel-size 2 ...
+    tools/launch.py --nproc-per-node 8 --config run.yaml ...
 
 Takes all flags of torchrun; docs/fault_tolerance.md describes the others.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
 from megatron.core.config.errors import MegatronError
-from megatron.training.fault_tolerance.launch_flags import Launch, parse, value_of
+from megatron.training.fault_tolerance.launch_flags import Launch, parse, parser, value_of
 from megatron.training.fault_tolerance.supervisor import Supervisor
 from megatron_commands import command_line
 
@@ -29,11 +30,18 @@ _FAULTS = "FAULTS"  # injected faults: those of the ranks are not for --check-on
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until the run ends; return its exit status."""
     try:
-        launch = parse(sys.argv[1:] if argv is None else argv, command_line)
+        launch = parse(named(sys.argv[1:] if argv is None else argv), command_line)
     except MegatronError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     return Supervisor(launch, run_program, lambda restarts: node_problem(launch, restarts)).run()
+
+
+def named(words: Sequence[str]) -> list[str]:
+    """Return ``words`` with the program that the file of --config names, if they have no script."""
+    at = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--config"), None)
+    script = None if at is None else parser().parse_known_args([*words[:at], ""])[0].training_script
+    return [*words] if script != "" else [*words[:at], *command_line(words[at:])]
 
 
 def run_program(command: Sequence[str], **variables: str) -> tuple[int, str]:

@@ -77,6 +77,7 @@ from megatron.training.process.rendezvous import claim_gpu, meet
 from megatron.training.process.signals import catch_stop_signal, end_with_launcher
 from megatron.training.runtime.context import RunContext
 from megatron.training.runtime.setup import build_context, create_groups
+from megatron.training.startup_log import print_config_file
 from megatron.training.step.run import ModelRun, TrainingRun
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -111,6 +112,8 @@ def configure(
     else:
         namespace = parsed_args
         apply_defaults(namespace, args_defaults or {})
+    if trains:
+        print_config_file(namespace)
     _check_kind(namespace, args_defaults or {})
     take_splits_of_dataset(namespace)
     start_from_model_folder(namespace, ranks, trains=trains)

@@ -94,7 +94,7 @@ def begin_attempt(wrapper: Any, store: dist.Store | None) -> tuple[int, dist.Sto
 
 
 def _flags() -> ResilienceConfig | None:
-    if _FLAG not in sys.argv and "--yaml-cfg" not in " ".join(sys.argv):
+    if not any(flag in " ".join(sys.argv) for flag in (_FLAG, "--yaml-cfg", "--config")):
         return None
     if not needs_rendezvous(os.environ) or launch_problems(os.environ) or dist.is_initialized():
         return None

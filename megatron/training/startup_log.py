@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import TextWrapper
@@ -22,6 +23,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import NO_OP
 from megatron.core.transformer.moe.deep_ep import unsupported_reason
 from megatron.core.transformer.moe.experts import Experts
 from megatron.training.arguments.flat_values import flat_values
+from megatron.training.arguments.parser import GIVEN
 from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.theoretical_memory import weight_and_optimizer_bytes
@@ -115,6 +117,15 @@ def print_summary(run: RunContext) -> None:
         except OSError as error:
             hint = f"WARNING: {path} cannot be written: {error}"
     print(f"{'':9}{hint}", flush=True)
+
+
+def print_config_file(args: Namespace) -> None:
+    """Print on rank 0 what the file of --config sets, except what the command line overrides."""
+    values = vars(args)
+    given: Mapping[str, bool] = values.get(GIVEN, {})
+    words = _given({name: values[name] for name, is_flag in given.items() if not is_flag})
+    if words:
+        print_rank_0(f"> {values['yaml_cfg']}: {' '.join(words)}")
 
 
 def _given(asked: Mapping[str, object]) -> list[str]:

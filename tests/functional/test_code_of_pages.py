@@ -115,6 +115,8 @@ def problems_of(rank: int, world_size: int, lines: list[list[str]]) -> list[str]
 
 
 def _problems(words: list[str]) -> list[str]:
+    if "--config" in words:  # test_recipes.py runs them
+        return []
     words = of_checkout(words)
     if words[0] in OF_OTHERS:
         return []

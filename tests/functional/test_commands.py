@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import pytest
 import megatron_commands as commands
 from megatron.training.fault_tolerance.launch_flags import parse
 from tests.repo.source import ROOT
+from tools import launch
 
 TRAIN = "from megatron_commands import train; train()"
 TINY = """
@@ -51,8 +53,17 @@ def test_a_wheel_has_the_tools(wheel, tmp_path):
     assert ended.stdout.startswith("usage: ")
 
 
+def test_a_wheel_has_the_recipes(wheel, tmp_path):
+    ended = run("recipes", folder=wheel, cwd=tmp_path)
+    assert re.search(r"^sft-lora +Fine-tune by LoRA: ", ended.stdout, re.MULTILINE)
+    ended = run("--config", "sft-lora", "--load", "none", folder=wheel, cwd=tmp_path)
+    folder = wheel / "megatron" / "programs" / "examples" / "recipes"
+    assert (folder / "data" / "chats.jsonl").is_file()
+    assert f"> {folder / 'sft-lora.yaml'}: --lora-rank 16" in ended.stdout
+
+
 def test_every_command_starts_a_program_of_the_checkout():
-    files = [file for file, _, _ in commands.TRAINING.values()]
+    files = [program.file for program in commands.PROGRAMS.values()]
     assert all(
         Path(commands.program(file)).is_file() for file in [*files, *commands.TOOLS.values()]
     )
@@ -68,6 +79,29 @@ def test_an_objective_has_its_flag_before_those_of_the_user():
     assert words == [str(ROOT / "pretrain_gpt.py"), "--dpo-beta", "0.1", "--dpo-beta", "0.3"]
 
 
+def test_a_file_names_the_program_and_keeps_its_values(tmp_path):
+    file = tmp_path / "run.yaml"
+    flags = ["--lr", "1", f"--config={file}"]
+    split = ["--lr", "1", "--config", str(file)]
+    file.write_text("lr: 1\ntrain: dpo # preferences\n")
+    assert commands.command_line(flags) == [str(ROOT / "pretrain_gpt.py"), *split]
+    assert commands.command_line(["dpo", *flags]) == [str(ROOT / "pretrain_gpt.py"), *split]
+    file.write_text('{\n "dpo_beta": 0.3,\n "train": null}')
+    assert commands.command_line(["dpo", *flags]) == [str(ROOT / "pretrain_gpt.py"), *split]
+    assert commands.command_line(["sft", *flags])[1] == "--sft"
+    file.write_text("train: rl\n")
+    assert commands.command_line(flags) == [str(ROOT / "pretrain_rl.py"), *split]
+    script = ["train.py", "--config", "of-the-script"]
+    assert commands.command_line(script) == script
+
+
+def test_the_launcher_finds_the_program_that_a_file_names(tmp_path):
+    words = ["--nproc-per-node", "2", "--config", "mamba", "--lr", "1"]
+    assert launch.named(words)[2:] == commands.command_line(words[2:])
+    for script in (["train.py"], ["gpt"]):
+        assert launch.named([*words[:2], *script, *words[2:]]) == [*words[:2], *script, *words[2:]]
+
+
 def test_the_launcher_takes_the_name_of_a_model(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     launch = parse(["--nproc-per-node", "2", "sft", "--lr", "1"], commands.command_line)
@@ -80,6 +114,10 @@ def test_the_launcher_takes_the_name_of_a_model(monkeypatch, tmp_path):
         (["gtp"], 2, "megatron-train: gtp names no model: did you mean gpt?"),
         ([], 2, "usage: megatron-train NAME [flags]"),
         (["--help"], 0, "  t5      T5\n"),
+        (["--config", "sft-loar"], 2, "no such file or recipe; did you mean sft-lora? "),
+        (["sft", "--config"], 2, "megatron-train: --config needs a file or a recipe; "),
+        (["dpo", "--config", "sft"], 2, "/sft.yaml: the file has train: sft; leave dpo out"),
+        (["--config", "LICENSE"], 2, "LICENSE names no program: add a line such as 'train: sft'"),
         (["completion", "fish"], 2, "megatron-train completion fish: use bash or zsh"),
     ],
 )
@@ -108,3 +146,4 @@ def test_the_shell_completes_names_and_flags(monkeypatch, tmp_path):
     assert choices("megatron-train", "gpt", "--hidden-s") == ["--hidden-size"]
     assert choices("/bin/megatron-convert", "--fam") == ["--family"]
     assert choices("megatron-train", "gpt", "10") == []
+    assert choices("megatron-train", "--config", "sft") == ["sft", "sft-lora"]

@@ -6,7 +6,7 @@
 
 A recipe is a command line written as YAML.  ``--scale-down`` keeps every flag but reduces sizes,
 lengths, degrees and iterations so that this machine runs it on mock data in about a minute.
-docs/recipes.md describes what each TEST_TYPE runs and compares.
+docs/test_recipes.md describes what each TEST_TYPE runs and compares.
 
 A recipe is trusted like a script: its BEFORE_SCRIPT and AFTER_SCRIPT are run by bash.
 """

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
     ``problems`` collects the error messages, ``warnings`` the warnings.  ``replaced``: dests of the
     flags in whose place a program has put flags of its own.  ``flags_of_tool``: the flags that a
     program reads which does not train, for --help.  ``given``: dests that the command line or its
-    file sets, to their defaults or to other values.
+    file sets, to their defaults or to other values, and whether the command line does.
     """
 
     def __init__(self, *, description: str, usage: str) -> None:
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         self.warnings: list[str] = []
         self.replaced: list[str] = []
         self.flags_of_tool: Sequence[str] = ()
-        self.given: set[str] = set()
+        self.given: dict[str, bool] = {}
 
     @contextlib.contextmanager
     def may_replace(self, flags: Collection[str]) -> Iterator[None]:
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
                     f"the program adds the flag {flag}, which exists: give its flag another name, "
                     "or read the value of this one"
                 )
-            if after.get(flag) is not action:
+            if after.get(flag) is not action and not action.option_strings:
                 self.replaced.append(action.dest)
 
     def read_value(self, action: argparse.Action, text: str) -> object:
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         return value
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        self.given.add(action.dest)  # argparse calls this for switches too
+        self.given[action.dest] = True  # argparse calls this for switches too
         return super()._get_values(action, arg_strings)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> object:
@@ -97,7 +97,8 @@ class Parser(argparse.ArgumentParser):
 
     def unknown_dest(self, key: str) -> str:
         """Return the error message for a key of a file that is not a flag."""
-        known = [*(action.dest for action in self._actions), *config_keys.NAMES]
+        flags = (flag.lstrip("-").replace("-", "_") for flag in self._option_string_actions)
+        known = [*(action.dest for action in self._actions), *flags, *config_keys.NAMES]
         return f"{key} is not a flag{suggestion(key, known)}"
 
     def unknown(self, words: Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
-"""Read configuration files (--yaml-cfg) and write one beside each checkpoint.
+"""Read configuration files (--config, --yaml-cfg) and write one beside each checkpoint.
 
-A file maps dests to values.  A flag on the command line overrides the value of the file.
+A file maps dests to values.  A flag on the command line overrides the value of the file.  The key
+``train`` names the program, as ``megatron-train NAME`` does.
 `write_config` writes JSON, which is valid YAML, so that repeating a run does not need PyYAML.  Keys
 that begin with an underscore are information for people; the reader skips them.
 """
@@ -13,6 +14,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -23,8 +25,10 @@ from megatron.core.config.option import dest_of, options_of
 from megatron.core.text_files import parse_yaml, read_text
 from megatron.training.arguments.argument_parser import Parser
 from megatron.training.arguments.config_keys import translate
+from megatron.training.arguments.programs import PROGRAMS, name_of, problem_of
 from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS
 from megatron.training.config.run import RunConfig
+from megatron.training.models.registry import model_kind_of
 
 # Headings under which Megatron-LM's YAML files nest their keys.
 _HEADINGS = ("language_model", "model_parallel")
@@ -33,6 +37,7 @@ _HEADINGS = ("language_model", "model_parallel")
 def write_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
     """Write the requested flags of ``config``, complete, and the resolved values."""
     content = {
+        "train": name_of(model_kind_of(config).entry_script, config.asked),
         "_world_size": config.world_size,
         **{dest: _plain(value) for dest, value in config.asked.items()},
         "_resolved": resolved_values(config),
@@ -63,40 +68,39 @@ def _plain(value: object) -> object:
     return getattr(value, "__name__", str(value))
 
 
-def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the keys and values of a file; in YAML ``${VAR}`` is an environment variable.
+def read_config_file(path: str, flag: str) -> dict[str, Any]:
+    """Return the keys and values of the file of ``flag``; in YAML ``${VAR}`` is an environment
+    variable.
 
     Raise ConfigError for a missing or unreadable file or an unset variable, MissingDependency if
     the file is YAML beyond JSON and PyYAML is missing.
     """
-    text = read_text(path, f"--yaml-cfg {path}", ConfigError, "a YAML or JSON file of flags")
+    what = f"{flag} {path}"
+    text = read_text(path, what, ConfigError, "a YAML or JSON file of flags")
     try:
-        content = _read_content(text, path)
+        content = _read_content(text, what)
         if not isinstance(content, dict):
-            raise ConfigError(f"--yaml-cfg {path}: a mapping of flags to values is needed")
+            raise ConfigError(f"{what}: a mapping of flags to values is needed")
         return _flat(content)
     except RecursionError:
         raise ConfigError(
-            f"--yaml-cfg {path}: not YAML: it is nested too deep; a mapping of flags to values is "
-            "needed"
+            f"{what}: not YAML: it is nested too deep; a mapping of flags to values is needed"
         ) from None
 
 
-def _read_content(text: str, path: str | os.PathLike[str]) -> object:
+def _read_content(text: str, what: str) -> object:
     try:
         return json.loads(text)
     except ValueError:  # not JSON, or a number with more digits than Python reads
-        return _read_yaml(text, path)
+        return _read_yaml(text, what)
 
 
-def _read_yaml(text: str, path: str | os.PathLike[str]) -> object:
+def _read_yaml(text: str, what: str) -> object:
     unset = sorted({name for name in re.findall(r"\$\{(\w+)\}", text) if name not in os.environ})
     if unset:
-        raise ConfigError(
-            f"--yaml-cfg {path}: environment variable {', '.join(unset)} is not set; export it"
-        )
+        raise ConfigError(f"{what}: environment variable {', '.join(unset)} is not set; export it")
     expanded = re.sub(r"\$\{(\w+)\}", lambda match: os.environ[match[1]], text)
-    return parse_yaml(expanded, f"--yaml-cfg {path}", ConfigError)
+    return parse_yaml(expanded, what, ConfigError)
 
 
 def _flat(content: Mapping[str, object]) -> dict[str, object]:
@@ -112,33 +116,49 @@ def _flat(content: Mapping[str, object]) -> dict[str, object]:
     return flat
 
 
-def set_defaults_from(parser: Parser, content: Mapping[str, object], path: str) -> None:
-    """Use the values of a file as defaults of ``parser``; add errors to its problems."""
+def set_defaults_from(parser: Parser, content: Mapping[str, object], what: str) -> None:
+    """Use the values of a file as defaults of ``parser``; add errors to its problems.
+
+    ``what``: flag and path of the file.
+    """
     actions: dict[str, argparse.Action] = {action.dest: action for action in parser._actions}
-    # field name -> (dest, whether the flag sets the opposite), where the flag has another name
+    # Name of a flag or field -> (dest, whether it sets the opposite), where it is not the dest.
     names = {
+        flag.lstrip("-").replace("-", "_"): (action.dest, _switches_off(action, flag))
+        for action in parser._actions
+        for flag in action.option_strings
+    } | {
         f.name: (dest_of(f, opt), opt.inverted)
         for cls in ALL_CLASSES
         for f, opt in options_of(cls)
         if dest_of(f, opt) != f.name
     }
     values, problems, warnings = translate(dict(content))
-    parser.problems.extend(f"--yaml-cfg {path}: {problem}" for problem in problems)
-    parser.warnings.extend(f"--yaml-cfg {path}: {warning}" for warning in warnings)
+    name = values.pop("train", None)
+    if name is not None:
+        problems += filter(None, [problem_of(str(name), Path(sys.argv[0]).name)])
+        values = {**(PROGRAMS[str(name)].settings if str(name) in PROGRAMS else {}), **values}
+    parser.problems.extend(f"{what}: {problem}" for problem in problems)
+    parser.warnings.extend(f"{what}: {warning}" for warning in warnings)
     for key, value in values.items():
         dest, inverted = (key, False) if key in actions else names.get(key, (key, False))
         if dest not in actions:
-            parser.problems.append(f"--yaml-cfg {path}: {parser.unknown_dest(key)}")
+            parser.problems.append(f"{what}: {parser.unknown_dest(key)}")
             continue
         action = actions[dest]
         if inverted and isinstance(value, bool):
             value = not value
-        action.default = _coerce(parser, action, value, path)
+        action.default = _coerce(parser, action, value, what)
         action.required = False
-        parser.given.add(dest)
+        parser.given.setdefault(dest, False)
 
 
-def _coerce(parser: Parser, action: argparse.Action, value: object, path: str) -> object:
+def _switches_off(action: argparse.Action, flag: str) -> bool:
+    is_pair = isinstance(action, argparse.BooleanOptionalAction)
+    return action.const is False or (is_pair and flag.startswith("--no-"))
+
+
+def _coerce(parser: Parser, action: argparse.Action, value: object, what: str) -> object:
     """Convert ``value`` as the command line would; record an error instead of raising it."""
     is_switch = action.nargs == 0
     if value is None and not (is_switch and action.default is True):
@@ -147,7 +167,7 @@ def _coerce(parser: Parser, action: argparse.Action, value: object, path: str) -
         return value
     if is_switch != isinstance(value, bool) and (is_switch or action.type in (None, int, float)):
         kind = "true or false" if is_switch else "a value"
-        parser.problems.append(f"--yaml-cfg {path}: {action.dest}: {value!r} is not {kind}")
+        parser.problems.append(f"{what}: {action.dest}: {value!r} is not {kind}")
         return action.default
     if is_switch:
         return value

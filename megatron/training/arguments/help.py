@@ -15,7 +15,7 @@ FIRST_RUN = """
 --num-layers --hidden-size --num-attention-heads --seq-length --max-position-embeddings
 --data-path --mock-data --tokenizer-type --tokenizer-model --micro-batch-size --global-batch-size
 --train-iters --lr --bf16 --eval-iters --log-interval --save --load --save-interval
---tensor-model-parallel-size --pipeline-model-parallel-size --check-only --yaml-cfg
+--tensor-model-parallel-size --pipeline-model-parallel-size --check-only --config
 """.split()
 _EXAMPLE = """
 example, a minute on a laptop:

@@ -17,7 +17,9 @@ from typing import Any
 
 from megatron.core.config.option import Option, cli_default, dest_of, flag_of, options_of
 
-GIVEN = "dests_given"  # attribute of a parsed namespace: by the user, not by the program
+# Attribute of a parsed namespace: dests set by the user, not by the program, and whether on the
+# command line.
+GIVEN = "dests_given"
 # Headings of --help in Megatron-LM's order, then our own.
 GROUPS = """
 network size

@@ -21,7 +21,8 @@ from megatron.training.config.mimo import MimoConfig
 from megatron.training.process.user_code import modules_to_import, problems_of_imports
 
 # Flags of examples/mimo/train.py, whose general names other programs have for flags of their own.
-_OF_ONE_PROGRAM = frozenset(flag_of(f, opt) for f, opt in options_of(MimoConfig))
+_OF_ONE_PROGRAM = {flag_of(f, opt) for f, opt in options_of(MimoConfig)}
+_CONFIG = "--config"  # the second name of --yaml-cfg, which a program may use for a flag of its own
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
 
 
@@ -48,7 +49,7 @@ def build_parser(extra_args_provider: ExtraArgsProvider | None = None) -> Parser
     )
     add_megatron_arguments(parser)
     if extra_args_provider is not None:
-        with parser.may_replace(_OF_ONE_PROGRAM):
+        with parser.may_replace({*_OF_ONE_PROGRAM, _CONFIG}):
             extended = extra_args_provider(parser)
         if isinstance(extended, Parser):
             parser = extended
@@ -68,22 +69,22 @@ def parse_args(
     argv: Sequence[str] | None = None,
     args_defaults: Mapping[str, object] | None = None,
 ) -> argparse.Namespace:
-    """Parse the command line, which overrides the file of --yaml-cfg.
+    """Parse the command line, which overrides the file of --config (or --yaml-cfg).
 
     ``args_defaults`` (dest -> value) are a program's own defaults for flags whose value is None.
     Invalid flags end the program with status 2.  Raise ConfigError for a file that cannot be read.
     """
     words = sys.argv[1:] if argv is None else argv
-    path = _yaml_cfg(words)
-    content = {} if path is None else read_config_file(path)
+    file = _config_file(words, extra_args_provider)
+    content = read_config_file(*file) if file else {}
     # Import these modules first: they may register choices of other flags.
     in_file = content.get("import_module") or ()
     modules = [*([in_file] if isinstance(in_file, str) else in_file), *modules_to_import(words)]
     problems = problems_of_imports(map(str, modules))
     parser = build_parser(extra_args_provider)
     parser.problems.extend(problems)
-    if path is not None:
-        set_defaults_from(parser, content, path)
+    if file:
+        set_defaults_from(parser, content, f"{file[1]} {file[0]}")
     args, rest = parser.parse_known_args(words)
     if not ignore_unknown_args:
         parser.problems.extend(parser.unknown(rest))
@@ -91,17 +92,26 @@ def parse_args(
         parser.error("")
     if parser.replaced:
         vars(args)[OF_PROGRAM] = tuple(parser.replaced)
-    vars(args)[GIVEN] = frozenset(parser.given)
+    vars(args)[GIVEN] = dict(parser.given)
     vars(args)[PARSE_WARNINGS] = [*parser.warnings, *apply_defaults(args, args_defaults or {})]
     return args
 
 
-def _yaml_cfg(words: Sequence[str]) -> str | None:
-    """Return the value of --yaml-cfg, which must be read before the other flags."""
+def _config_file(words: Sequence[str], provider: ExtraArgsProvider | None) -> list[str]:
+    """Return the file of --config or --yaml-cfg, which is read before the other flags, and which
+    of both flags names it; an empty list if none does.
+    """
+    flags = [word.partition("=")[0] for word in words]
+    is_ours = (
+        provider is None
+        or _CONFIG not in flags
+        or build_parser(provider)._option_string_actions[_CONFIG].dest == "yaml_cfg"
+    )
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--yaml-cfg", default=None, nargs="?")
-    path: str | None = finder.parse_known_args(words)[0].yaml_cfg
-    return path
+    names = [_CONFIG, "--yaml-cfg"] if is_ours else ["--yaml-cfg"]
+    finder.add_argument(*names, dest="path", default=None, nargs="?")
+    path = finder.parse_known_args(words)[0].path
+    return [] if path is None else [path, next(name for name in names if name in flags)]
 
 
 def apply_defaults(args: argparse.Namespace, defaults: Mapping[str, object]) -> list[str]:

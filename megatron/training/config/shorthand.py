@@ -52,8 +52,10 @@ class ShorthandFlags:
     )
     yaml_cfg: str | None = option(
         None,
-        "YAML or JSON file of flag values (dest: value); the command line takes precedence.",
+        "YAML or JSON file of flags, such as `lr: 1e-5` and `train: sft` (the name of "
+        "megatron-train); the command line takes precedence.",
         group="experimental",
+        aliases=("--config",),
     )
     check_only: bool = _device(
         False,

@@ -1,10 +1,11 @@
-"""--yaml-cfg: file first, command line on top; what is written starts the same run again."""
+"""--config: file first, command line on top; what is written starts the same run again."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megatron.core import optional
 from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.training.arguments.config_file import write_config
 from megatron.training.arguments.parser import parse_args
+from megatron.training.arguments.programs import PROGRAMS, name_in
 from megatron.training.arguments.resolve import resolve
 from tests.support.command_lines import argv, run_of
 
@@ -46,6 +48,27 @@ def test_what_is_written_is_json_and_shows_what_it_resolved_to(tmp_path: Path) -
     assert content["_resolved"]["training"]["global_batch_size"] == 4
     assert content["_resolved"]["model"]["activation_func"] == "silu"
     assert content["_world_size"] == 2
+    assert content["train"] == name_in((tmp_path / "config.yaml").read_text()) == "gpt"
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("--sft", "sft"),
+        ("--dpo-beta 0.3", "dpo"),
+        ("--reward-model", "reward"),
+        ("--model-kind mamba --mamba-num-groups 1", "mamba"),
+    ],
+)
+def test_what_is_written_names_its_program(tmp_path: Path, words: str, name: str) -> None:
+    chats = "--data-path chats.jsonl --split 95,5,0 --tokenizer-type HuggingFaceTokenizer "
+    chats += "--tokenizer-model tiny"
+    is_mock = name == "mamba"
+    without = () if is_mock else ("--mock-data", "--tokenizer-type", "--vocab-size")
+    run = run_of(words if is_mock else f"{words} {chats}", without=without)
+    write_config(run, tmp_path / "config.yaml")
+    assert name_in((tmp_path / "config.yaml").read_text()) == name
+    assert run_from_file(tmp_path / "config.yaml") == run
 
 
 def test_a_users_flags_are_written_and_read(tmp_path: Path) -> None:
@@ -85,6 +108,102 @@ def test_keys_may_be_spelt_as_flags_fields_or_under_the_reference_headings(
     assert (args.no_persist_layer_norm, args.data_path) == (True, ["one"])
 
 
+VALUES = """
+lr: 1e-5
+min-lr: "1e-6"
+data-path: [0.3, a, 0.7, b]
+train-data-path: one file
+window-size: 8,0
+window-attn-skip-freq: "[1,0]*2"
+moe-layer-freq: [1, 0]
+rampup-batch-size: [2, 2, 16]
+split: 95,5,0
+no-save-rng: true
+disable-bias-linear: true
+no-sft-packing: false
+swiglu: true
+ffn_hidden_size: null
+rope-type: ~
+position-embedding-type: none
+profile-ranks: 0
+save: "runs/it's 5"
+"""
+
+
+def test_values_are_read_as_a_reader_of_the_file_expects(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "run.yaml").write_text(VALUES)
+    found = vars(parse_args(argv=["--config", str(tmp_path / "run.yaml")]))
+    expected = {
+        "lr": 1e-5,
+        "min_lr": 1e-6,
+        "data_path": ["0.3", "a", "0.7", "b"],
+        "train_data_path": ["one file"],
+        "window_size": (8, 0),
+        "window_attn_skip_freq": (1, 0, 1, 0),
+        "moe_layer_freq": (1, 0),
+        "rampup_batch_size": [2, 2, 16],
+        "split": "95,5,0",
+        "no_save_rng": True,
+        "add_bias_linear": False,
+        "sft_packing": True,
+        "swiglu": True,
+        "ffn_hidden_size": None,
+        "rope_type": None,
+        "position_embedding_type": "none",
+        "profile_ranks": [0],
+        "save": "runs/it's 5",
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_key_train_sets_the_objective_and_the_file_its_values(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.json"
+    monkeypatch.setattr("sys.argv", [f"folder/{PROGRAMS[name].file}"])
+    file.write_text(json.dumps({"train": name}))
+    found = vars(parse_args(argv=["--config", str(file)]))
+    assert all(found[dest] in (True, 0.1) for dest in PROGRAMS[name].settings)
+    assert PROGRAMS[name].flags in ([], ["--sft"], ["--dpo-beta", "0.1"], ["--reward-model"])
+    file.write_text(json.dumps({"dpo-beta": 0.3, "train": name}))
+    assert parse_args(argv=["--config", str(file)]).dpo_beta == 0.3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mamba", "train: mamba needs pretrain_mamba.py, and this is pretrain_gpt.py: start "),
+        ("sftt", "train: sftt: not one of gpt, sft, dpo, .* \\(did you mean sft\\?\\)"),
+    ],
+)
+def test_a_program_refuses_a_file_of_another_one(
+    tmp_path: Path,
+    name: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"train": name}))
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py"])
+    with pytest.raises(SystemExit):
+        parse_args(argv=["--config", str(tmp_path / "run.json")])
+    assert re.search(f"--config {tmp_path}/run.json: {message}", capsys.readouterr().err)
+
+
+def test_a_program_may_have_a_flag_config_of_its_own(tmp_path: Path) -> None:
+    def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--config")
+        return parser
+
+    (tmp_path / "run.json").write_text('{"seed": 5}')
+    words = ["--config", "mine.py", "--yaml-cfg", str(tmp_path / "run.json")]
+    args = parse_args(provide, argv=words)
+    assert (args.config, args.seed) == ("mine.py", 5)
+    assert parse_args(provide, argv=["--config", "mine.py"]).yaml_cfg is None
+
+
 def test_mistakes_in_a_file_are_reported_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,8 +225,9 @@ def test_mistakes_in_a_file_are_reported_together(
 
 
 def test_a_missing_file_or_another_shape_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--yaml-cfg .*none\.yaml: no such file"):
-        parse_args(argv=["--yaml-cfg", str(tmp_path / "none.yaml")])
+    for flag in ("--yaml-cfg", "--config"):
+        with pytest.raises(ConfigError, match=rf"^{flag} .*none\.yaml: no such file"):
+            parse_args(argv=[flag, str(tmp_path / "none.yaml")])
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(ConfigError, match="a mapping of flags to values is needed"):
         parse_args(argv=["--yaml-cfg", str(tmp_path / "list.json")])
