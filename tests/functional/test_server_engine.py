@@ -122,7 +122,34 @@ def test_clients_at_the_same_time_get_the_text_of_the_engine(checkpoint, expecte
                 assert json.loads(found["choices"][0]["message"]["content"])["a"] in (True, False)
             else:
                 assert (status, found["error"]["param"]) == (400, "response_format")
+        _check_fields_of_vllm(server, expected[0])
         assert server.end() == 0
+
+
+def _check_fields_of_vllm(server, expected: str) -> None:
+    """Check that the engine follows grammars, bad words and allowed tokens of completions."""
+
+    def text_of(**fields: object) -> str:
+        body = {"prompt": PROMPTS[0], "max_tokens": NUM_TOKENS, "temperature": 0, **fields}
+        status, found = server.ask("POST", "/v1/completions", body)
+        assert status == 200, found
+        return found["choices"][0]["text"]
+
+    choices = ['a "b"\n', "c d"]
+    assert text_of(guided_choice=choices) in choices
+    assert text_of(structured_outputs={"choice": choices[1:]}) == choices[1]
+    assert text_of(guided_grammar='start: "a" b\nb: "c" | "d"') in ("ac", "ad")
+    assert text_of(guided_regex="[xy]{3}") in {a + b + c for a in "xy" for b in "xy" for c in "xy"}
+    bad = [expected[:3], expected[5:7].strip() or "x"]
+    assert not any(word in text_of(bad_words=bad) for word in bad)
+    ids = server.ask("POST", "/tokenize", {"prompt": "a b c", "add_special_tokens": False})[1]
+    assert set(text_of(allowed_token_ids=ids["tokens"])) <= set("a b c")
+    status, found = server.ask(
+        "POST",
+        "/v1/completions",
+        {"prompt": "a", "guided_regex": "a", "allowed_token_ids": ids["tokens"]},
+    )
+    assert (status, found["error"]["param"]) == (400, "allowed_token_ids")
 
 
 def _with_schema(kind: dict[str, object]) -> dict[str, object]:

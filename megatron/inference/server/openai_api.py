@@ -454,8 +454,8 @@ class _Answer:
 
     parser: ChatParser
     is_begun: bool = False  # in a stream
-    content: str = ""
-    reasoning: str = ""
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     num_reasoning_tokens: int = 0
 
@@ -550,11 +550,11 @@ class ChatRequest(_OpenAIRequest):
                 call = {"id": part.call_id, "type": "function", "function": function}
                 answer.calls.append(call)
             elif part.kind == "content":
-                answer.content += part.text
+                answer.content.append(part.text)
             elif not self.shows_reasoning:
                 continue
             else:
-                answer.reasoning += part.text
+                answer.reasoning.append(part.text)
             found.append(part)
         return found
 
@@ -562,11 +562,12 @@ class ChatRequest(_OpenAIRequest):
         """Return the choice of a complete sample."""
         answer = self.answers[sample.index]
         more = {"token_ids": sample.token_ids} if self.has_ids else {}
-        message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+        content = "".join(answer.content)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if answer.reasoning:
-            message |= _reasoning(answer.reasoning)
+            message |= _reasoning("".join(answer.reasoning))
         if answer.calls:
-            message |= {"content": answer.content.strip() or None, "tool_calls": answer.calls}
+            message |= {"content": content.strip() or None, "tool_calls": answer.calls}
         return choice_of(
             sample,
             self._log_probs(sample.tokens),

@@ -131,8 +131,10 @@ async def _body_schema(service: Service, route: Route) -> dict[str, Any]:
         example = Example(values)
         try:
             await route.endpoint(service, None, example)
-        except (FieldsKnown, ApiError):
+        except FieldsKnown:
             properties |= example.schema
+        except ApiError:  # this server lacks the feature
+            continue
     if route.path == "/v1/responses":  # a chat has read its own fields
         properties = {k: v for k, v in properties.items() if k not in NOT_OF_RESPONSES}
     if not properties:

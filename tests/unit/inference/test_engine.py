@@ -181,6 +181,23 @@ def test_a_request_goes_to_the_replica_that_knows_its_prompt() -> None:
     assert run_ranks(routed, 2)[0] == [12] * 6
 
 
+def test_only_requests_with_the_same_salt_share_pages() -> None:
+    made = engine(EngineOptions(page_size=4), 1, {})
+    params = SamplingParams(num_tokens_to_generate=1, seed=1)
+
+    def num_cached(name: str, salt: str) -> int:
+        made.add(Request(name, [5] * 12, params, cache_salt=salt))
+        outputs = [
+            output for _ in iter(lambda: made.has_unfinished, False) for output in made.step()
+        ]
+        return outputs[0].num_cached_prompt_tokens
+
+    assert [num_cached(str(i), salt) for i, salt in enumerate(["", "a", "b", "a", ""])] == [
+        *(0, 0, 0),
+        *(8, 8),
+    ]
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "param", "text"),
     [
@@ -190,6 +207,8 @@ def test_a_request_goes_to_the_replica_that_knows_its_prompt() -> None:
         ([2], {"logit_bias": {-1: 1.0}}, "logit_bias", "logit_bias has token -1: "),
         ([2], {"logit_bias": {3: 101.0}}, "logit_bias", "token 3 is 101.0: .* from -100 to 100"),
         ([2], {"logit_bias": {3: float("nan")}}, "logit_bias", "token 3 is nan: "),
+        ([2], {"allowed_token_ids": (64,)}, "allowed_token_ids", "has token 64: "),
+        ([2], {"bad_words": ((1, 2), (3, 64))}, "bad_words", "has token 64: "),
         ([2], {"stop_token_ids": (2, 64)}, "stop_token_ids", "stop_token_ids has token 64: "),
     ],
 )
