@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
 import logging
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import numpy as np
 import pytest
@@ -19,6 +22,35 @@ LOOPBACK = ("127.", "localhost", "::1", "0.0.0.0")
 def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Collect without the garbage collector, which never again looks at what was collected."""
+    gc.disable()
+    try:
+        _import_share(session.config)
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _import_share(config: pytest.Config) -> None:
+    """Import, as one of several xdist workers, a share of the modules before all of them.
+
+    Each worker imports all modules.  So they do not all rewrite the assertions of the same module.
+    """
+    worker = getattr(config, "workerinput", None)
+    if worker is None:
+        return
+    root = config.rootpath
+    paths = sorted(path for given in config.args for path in (root / given).rglob("test_*.py"))
+    first = int(worker["workerid"].removeprefix("gw"))
+    for path in paths[first :: worker["workercount"]]:
+        # pytest reports errors, and what a module skips, when it collects the module.
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
