@@ -203,14 +203,14 @@ def imports_point_downwards(source: Source) -> Iterator[str]:
         forbidden |= {"megatron.post_training"}
     if source.is_under("tests"):
         return
-    for line, name in (*source.imports(), *_named_modules(source.tree)):
+    for line, name in (*source.imports(), *_named_modules(source)):
         if any(name == top or name.startswith(f"{top}.") for top in forbidden):
             yield f"{line}: must not import {name}"
 
 
-def _named_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _named_modules(source: Source) -> Iterator[tuple[int, str]]:
     """Yield line and text of strings that name a module of megatron, to import it later."""
-    for node in ast.walk(tree):
+    for node in source.nodes:
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
         if is_text and re.fullmatch(r"megatron(\.\w+)+(:\w+)?", node.value):
             yield node.lineno, node.value.partition(":")[0]

@@ -83,6 +83,8 @@ def functions(tree: ast.AST) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncF
 
     def walk(node: ast.AST, above: str) -> Iterator[tuple[str, ast.FunctionDef]]:
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                continue  # most nodes, and no function is below one
             name = above
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 name = f"{above}.{child.name}" if above else child.name

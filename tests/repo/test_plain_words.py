@@ -45,8 +45,9 @@ PAGES = [
 
 def unclear(text: str) -> Iterator[str]:
     """Each unclear word in ``text``, and what to write instead."""
+    joined = " ".join(text.split())
     for word, plain in UNCLEAR.items():
-        if found := word.search(" ".join(text.split())):
+        if found := word.search(joined):
             yield f"{found[0]!r}: write {plain}"
 
 
@@ -68,7 +69,7 @@ def messages(source: Source) -> Iterator[tuple[int, str]]:
 
 def documentation(source: Source) -> Iterator[tuple[int, str]]:
     """Line and text of docstrings, and of the help texts of flags."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
         elif isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):

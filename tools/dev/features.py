@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +30,7 @@ def render() -> str:
     return "\n".join([*rows, ""])
 
 
+@cache
 def collect() -> dict[tuple[str, str], set[str]]:
     """Return (area, sentence) -> test files that have this mark."""
     found: dict[tuple[str, str], set[str]] = {}
