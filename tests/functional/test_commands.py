@@ -14,6 +14,7 @@ import pytest
 import megatron_commands as commands
 from megatron.training.fault_tolerance.launch_flags import parse
 from tests.repo.source import ROOT
+from tests.support import forked
 from tools import launch
 
 TRAIN = "from megatron_commands import train; train()"
@@ -47,7 +48,9 @@ def test_a_wheel_trains_outside_of_the_checkout(wheel, tmp_path):
 
 
 def test_a_wheel_has_the_tools(wheel, tmp_path):
-    code = "import sys; sys.argv[0] = 'megatron-serve'; from megatron_commands import tool; tool()"
+    # A tool that imports no torch.
+    name = "megatron-preprocess"
+    code = f"import sys; sys.argv[0] = '{name}'; from megatron_commands import tool; tool()"
     ended = run("--help", folder=wheel, code=code, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("usage: ")
@@ -132,6 +135,7 @@ def test_the_shell_completes_names_and_flags(monkeypatch, tmp_path):
     script = tmp_path / "completion.sh"
     convert = "megatron-convert"
     monkeypatch.setattr(commands, "TOOLS", {convert: commands.TOOLS[convert]})
+    monkeypatch.setattr(sys, "executable", forked.python())
     script.write_text(commands.completion("bash"))
     ask = """
         source "$1"
