@@ -10,18 +10,28 @@ import os
 import random
 import socket
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support import forked
+
 LONGEST = ("test_compile.py", "test_on_a_gpu.py", "test_storm.py", "test_triton.py")
 LOOPBACK = ("127.", "localhost", "::1", "0.0.0.0")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+    os.environ |= getattr(config, "workerinput", {}).get("environ", {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let the workers of xdist share the process from which programs are forked."""
+    node.workerinput["environ"] = {forked.SHARED: forked.python()}
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,13 +20,14 @@ from pathlib import Path
 
 from tests.support import host_gpu
 
+SHARED = "TESTS_FORKED_PYTHON"  # variable: what `python` returns, for the workers of xdist
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[2]
 
 
 def python() -> str:
     """Return the executable that takes the place of ``sys.executable``."""
-    return _started(None)
+    return os.environ.get(SHARED) or _started(None)
 
 
 def python_on_host_gpu(compiled: Path) -> str:
