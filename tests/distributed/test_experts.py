@@ -17,6 +17,7 @@ from megatron.core.activations import quick_gelu
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.distributed.non_finite import naming_step
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import held_tokens
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import info_of, name_parameters
@@ -36,7 +37,7 @@ from megatron.core.transformer.moe.experts import (
     TERowParallelGroupedLinear,
 )
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router import loss_name
+from megatron.core.transformer.moe.router import TopKRouter, loss_name
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from tests.support import moe_reference as plain
 from tests.support import selection
@@ -476,3 +477,43 @@ def waits_for_the_device(rank: int, size: int, dispatcher: str) -> int:
 @pytest.mark.parametrize("dispatcher", ["alltoall", "flex"])
 def test_a_dispatch_waits_for_the_device_once(dispatcher: str) -> None:
     assert run_ranks(waits_for_the_device, 4, dispatcher) == [1] * 4
+
+
+def experts_of_packed_tokens(rank: int, size: int, changes: dict[str, Any]) -> dict[int, list[int]]:
+    """Return the experts of this rank's tokens, by the place of the token in the packed row."""
+    lengths = (8, 4, 12)
+    torch.manual_seed(5)
+    row = torch.randn(sum(lengths), 1, 16)
+    ends = torch.tensor((0, *lengths)).cumsum(0).int()
+    config = tiny_config(
+        hidden_size=16,
+        num_moe_experts=4,
+        add_bias_linear=False,
+        context_parallel_size=size,
+        **changes,
+    )
+    router = TopKRouter(config, pg_collection=create_process_groups(*make_grids(size, cp=size)))
+    router.weight.data = torch.ones_like(router.weight)  # all experts are equal: the order decides
+    packed = PackedSeqParams.of_bounds(PackedBounds(ends, max(lengths)))
+    held = held_tokens(lengths, rank, size)
+    more = {"packed_seq_params": packed} if router.depends_on_order else {}
+    found = router(row[held], **more).experts
+    return dict(zip(held.tolist(), found.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
+        {"moe_expert_capacity_factor": 0.5},
+        {"moe_router_force_load_balancing": True, "moe_router_topk": 1},
+    ],
+    ids=["position", "probs", "forced"],
+)
+def test_experts_of_packed_tokens_do_not_depend_on_context_parallelism(
+    changes: dict[str, Any],
+) -> None:
+    """Each packed sequence is sharded on its own: its tokens keep their place in the row."""
+    (alone,) = run_ranks(experts_of_packed_tokens, 1, changes)
+    first, second = run_ranks(experts_of_packed_tokens, 2, changes)
+    assert first | second == alone

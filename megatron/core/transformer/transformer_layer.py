@@ -262,7 +262,7 @@ class TransformerLayer(ResidualLayer):
             masks: dict[str, Any] = {} if padding_mask is None else {"padding_mask": padding_mask}
             return self._forward_mlp(states, *others, **masks), context
         attended = self.add_attention(hidden_states, attention_mask, context, *args, **more)
-        output = self.add_mlp(attended, padding_mask)
+        output = self.add_mlp(attended, padding_mask, more.get("packed_seq_params"))
         return output if defers_sum else summed(output), context
 
     def _forward_attention(
@@ -338,12 +338,20 @@ class TransformerLayer(ResidualLayer):
             )
         return hidden_states
 
-    def add_mlp(self, hidden_states: Stream, padding_mask: Tensor | None = None) -> Stream:
+    def add_mlp(
+        self,
+        hidden_states: Stream,
+        padding_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Stream:
         """Run the MLP or MoE, the last sublayer of `forward`."""
         norms = self.pre_mlp_layernorm, getattr(self, "post_mlp_layernorm", None)
-        mlp = self.mlp
+        mlp: Callable[..., Any] = self.mlp
+        if isinstance(mlp, MoELayer) and packed_seq_params is not None and mlp.depends_on_order:
+            mlp = partial(mlp, packed_seq_params=packed_seq_params)
         run = partial(checkpoint, mlp, False) if self.recompute_mlp and self.training else mlp
-        masks = () if padding_mask is None or not isinstance(mlp, MoELayer) else (padding_mask,)
+        has_mask = padding_mask is not None and isinstance(self.mlp, MoELayer)
+        masks = (padding_mask,) if has_mask else ()
         return self.add_part(lambda x: run(x, *masks), hidden_states, norms, self.mlp_bda)
 
     def capture_parts(self, *, whole: bool) -> tuple[LayerRun | None, LayerRun | None]:

@@ -121,15 +121,21 @@ class MoELayer(BaseMoELayer):
                 submodules.shared_experts, config=config, offered=offered
             )
 
+    @property
+    def depends_on_order(self) -> bool:
+        """Whether `forward` needs ``packed_seq_params``, if a row has several sequences."""
+        return bool(getattr(self.router, "depends_on_order", False))
+
     def forward(
-        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, **more: Any
     ) -> tuple[Tensor, None]:
         """Compute [s, b, h] -> ([s, b, h], None); None stands for the unadded bias of an MLP.
 
-        ``padding_mask`` [b, s]: True for tokens that visit no expert; see `TopKRouter`.  Collective
-        over tp_ep (the dispatcher), and over tp_cp where the router counts tokens.  Raises
-        ConfigError in training with tensor parallelism alone, whose ranks route the same tokens
-        and count their gradients several times.
+        ``padding_mask`` [b, s]: True for tokens that visit no expert; see `TopKRouter`.  ``more``:
+        packed_seq_params, where the layer `depends_on_order`.  Collective over tp_ep (the
+        dispatcher), and over tp_cp where the router counts tokens.  Raises ConfigError in training
+        with tensor parallelism alone, whose ranks route the same tokens and count their gradients
+        several times.
         """
         is_replicated = self.has_tensor_ranks and not self.config.sequence_parallel
         if is_replicated and self.training and torch.is_grad_enabled():
@@ -138,7 +144,7 @@ class MoELayer(BaseMoELayer):
                 "(sequence_parallel=True) only: add it"
             )
         masks = () if padding_mask is None else (padding_mask,)
-        tokens, routing, residual = self.router_and_preprocess(hidden_states, *masks)
+        tokens, routing, residual = self.router_and_preprocess(hidden_states, *masks, **more)
         # With overlap the dispatcher computes the shared experts during its all-to-all.
         overlapped: list[Tensor] = []
         if self.shared_experts is not None and self.config.moe_shared_expert_overlap:
@@ -151,11 +157,11 @@ class MoELayer(BaseMoELayer):
         return self.combine(y, shared), None
 
     def router_and_preprocess(
-        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, **more: Any
     ) -> tuple[Tensor, RoutingResult, Tensor]:
         """Return the tokens [n, h] to dispatch, their routing, and the input of shared experts."""
         masks = () if padding_mask is None else (padding_mask,)
-        routing = RoutingResult.of(self.router(hidden_states, *masks))
+        routing = RoutingResult.of(self.router(hidden_states, *masks, **more))
         return hidden_states.flatten(0, 1), routing, hidden_states
 
     def dispatch(

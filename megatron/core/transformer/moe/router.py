@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partialmethod
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ from torch.distributed import ProcessGroup
 from megatron.core import device
 from megatron.core.aux_loss import AuxLosses
 from megatron.core.config.errors import NonFiniteError
-from megatron.core.parallel.context_parallel_partition import held_tokens
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import new_parameter, param_info_for
@@ -39,6 +41,14 @@ from megatron.core.transformer.moe.routing import RoutingResult, RoutingRule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class TokenShape(NamedTuple):
+    """Rows of s tokens of this rank, b of them; ``lengths`` of sequences packed into a row."""
+
+    s: int
+    b: int
+    lengths: tuple[int, ...] | None = None
 
 
 class TopKRouter(MegatronModule):
@@ -105,14 +115,26 @@ class TopKRouter(MegatronModule):
         """The ranks over which the tokens of a micro-batch are sharded."""
         return self.groups.tp_cp if self.is_sequence_sharded else self.groups.cp
 
-    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> RoutingResult:
+    @property
+    def depends_on_order(self) -> bool:
+        """Whether routing depends on which tokens of packed sequences this rank holds."""
+        c = self.config
+        has_limits = (
+            c.moe_expert_capacity_factor is not None or "sinkhorn" in c.load_balancing_types
+        )
+        return self.groups.cp.size() > 1 and (has_limits or c.moe_router_force_load_balancing)
+
+    def forward(
+        self, input: Tensor, padding_mask: Tensor | None = None, **more: Any
+    ) -> RoutingResult:
         """Route the s*b tokens of this rank, hidden states [s, b, h].
 
         ``padding_mask`` [b, s] is True for padding, which visits no expert and is not counted by
-        capacity, Sinkhorn and auxiliary losses.  Collective as described at the top of this file.
+        capacity, Sinkhorn and auxiliary losses.  ``more``: packed_seq_params, if routing
+        `depends_on_order`.  Collective as described at the top of this file.
         """
         masks = () if padding_mask is None else (padding_mask,)
-        return self.routing(self.gating(self.apply_input_jitter(input)), *masks)
+        return self.routing(self.gating(self.apply_input_jitter(input)), *masks, **more)
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
         """Multiply the values of the router's input by random factors, as the config asks."""
@@ -122,9 +144,15 @@ class TopKRouter(MegatronModule):
         with fork_for_tokens(True, is_sequence_sharded=self.is_sequence_sharded):
             return input * torch.empty_like(input).uniform_(1 - eps, 1 + eps)
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> RoutingResult:
+    def routing(
+        self,
+        logits: Tensor,
+        padding_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> RoutingResult:
         """Choose experts and attach the auxiliary losses: logits [s, b, E]; see `forward`."""
-        shape = logits.shape[0], logits.shape[1]
+        lengths = None if packed_seq_params is None else packed_seq_params.lengths
+        shape = TokenShape(logits.shape[0], logits.shape[1], lengths)
         logits, marker = self._without_nan(logits.flatten(0, 1))
         padding: Tensor | None = None
         num_tokens: int | Tensor = len(logits) * self.sharers.size()  # of all ranks
@@ -206,20 +234,18 @@ class TopKRouter(MegatronModule):
 
     # -- decisions that depend on the tokens of other ranks ----------------------------------
 
-    def _places(self, shape: tuple[int, int], where: torch.device) -> Tensor:
-        """Return the index of each rank's tokens in the order of a single rank: [sharers, s*b].
-
-        ``shape``: s and b of this rank.
-        """
-        s, b = shape
+    def _places(self, shape: TokenShape, where: torch.device) -> Tensor:
+        """Return the index of each rank's tokens in the order of a single rank: [sharers, s*b]."""
+        s, b, packed = shape
         cp = self.groups.cp.size()
         tp = self.sharers.size() // cp
-        rows = [held_tokens((s * tp * cp,), i, cp, where).view(tp, s) for i in range(cp)]
+        lengths = row_lengths(packed, s * tp * cp)
+        rows = [held_tokens(lengths, i, cp, where).view(tp, s) for i in range(cp)]
         columns = torch.arange(b, device=where)
         return (torch.cat(rows).unsqueeze(-1) * b + columns).flatten(1)
 
     def _of_all_tokens(
-        self, x: Tensor, shape: tuple[int, int], decide: Callable[[Tensor], Tensor]
+        self, x: Tensor, shape: TokenShape, decide: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Apply ``decide`` [N, ..] -> [N, ..] to the tokens of all ranks; return this rank's rows.
 
@@ -244,7 +270,7 @@ class TopKRouter(MegatronModule):
         return self._sum_over_sharers(counts).clamp(min=1).to(dtype)
 
     def _within_capacity(
-        self, routing: RoutingResult, shape: tuple[int, int], num_tokens: int | Tensor
+        self, routing: RoutingResult, shape: TokenShape, num_tokens: int | Tensor
     ) -> RoutingResult:
         """Drop visits beyond the capacity; with padding the host waits for the number of tokens."""
         factor = self.config.moe_expert_capacity_factor
@@ -261,11 +287,11 @@ class TopKRouter(MegatronModule):
         return replace(arithmetic.keeping(routing, is_kept), capacity=capacity)
 
     def sinkhorn_load_balancing(
-        self, logits: Tensor, shape: tuple[int, int] | None = None, padding: Tensor | None = None
+        self, logits: Tensor, shape: TokenShape | None = None, padding: Tensor | None = None
     ) -> RoutingResult:
         """Choose experts by Sinkhorn's balanced assignment of all tokens; weigh by plain scores.
 
-        ``shape``: s and b of the tokens, for the order of ties.
+        ``shape``: that of the tokens, for the order of ties.
         """
         k = self.rule.k
         marks = logits.new_zeros(len(logits)) if padding is None else padding.to(logits.dtype)
@@ -279,7 +305,7 @@ class TopKRouter(MegatronModule):
             return experts
 
         marked = torch.cat([logits, marks.unsqueeze(1)], 1)
-        experts = self._of_all_tokens(marked, shape or (len(logits), 1), assign)
+        experts = self._of_all_tokens(marked, shape or TokenShape(len(logits), 1), assign)
         scores = torch.sigmoid(logits) if k == 1 else arithmetic.scores_of(logits, RoutingRule(k=k))
         return RoutingResult(experts, scores.gather(1, experts), self.num_experts)
 
@@ -332,7 +358,7 @@ class TopKRouter(MegatronModule):
         weights: Tensor,
         scores: Tensor,
         experts: Tensor,
-        shape: tuple[int, int],
+        shape: TokenShape,
         padding: Tensor | None,
         num_tokens: int | Tensor,
         kinds: Sequence[str] = ("aux_loss", "seq_aux_loss", "global_aux_loss"),
@@ -373,7 +399,7 @@ class TopKRouter(MegatronModule):
         """Attach one balance loss, for an override of `routing` with Megatron Core's tensors."""
         n = len(probs)
         plain = arithmetic.best(routing_map.to(probs.dtype), self.topk)
-        where = (seq_length or n, bsz), None, n * self.sharers.size()
+        where = TokenShape(seq_length or n, bsz), None, n * self.sharers.size()
         return self._with_balance_losses(probs, scores_for_aux_loss, plain, *where, (kind,))
 
     _apply_aux_loss = partialmethod(_apply_loss, "aux_loss")
@@ -381,10 +407,10 @@ class TopKRouter(MegatronModule):
     _apply_global_aux_loss = partialmethod(_apply_loss, "global_aux_loss")
 
     def _sequence_balance_loss(
-        self, scores: Tensor, experts: Tensor, shape: tuple[int, int], padding: Tensor | None
+        self, scores: Tensor, experts: Tensor, shape: TokenShape, padding: Tensor | None
     ) -> Tensor:
         """Return the mean of the balance losses of each sequence.  Collective over the sharers."""
-        s, b = shape
+        s, b, _ = shape
         sequence = torch.arange(b, device=scores.device).repeat(s).unsqueeze(1)
         counts = arithmetic.tally(
             sequence * self.num_experts + experts, b * self.num_experts, padding
