@@ -163,7 +163,8 @@ def test_wrong_pairs_end_a_run_with_file_and_line(tmp_path, model):
 def test_losses_of_experts_keep_their_weight(tmp_path, model, objective):
     """A strong balance loss dominates the gradient: its norm must not depend on the objective.
 
-    The loss of --sft is divided by tokens, that of pairs by pairs.
+    The loss of --sft is divided by tokens, that of pairs by pairs, which all context-parallel ranks
+    count.
     """
     rows = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in trl_preference.ROWS]
     if objective == "--sft":
@@ -177,10 +178,14 @@ def test_losses_of_experts_keep_their_weight(tmp_path, model, objective):
         "--moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e4 "
         "--position-embedding-type rope --micro-batch-size 1 --hidden-dropout 0 "
         f"--attention-dropout 0 --tokenizer-model {model / 'hf'} --train-data-path {path} "
-        f"--global-batch-size 2 --untie-embeddings-and-output-weights {objective}"
+        f"--global-batch-size 2 --untie-embeddings-and-output-weights {objective} "
+        "--sft-alignment 4"
     ).split()
-    (norm,) = losses(run_gpt(tmp_path, base=moe), "grad-norm")
+    (norm,) = losses(run_gpt(tmp_path / "alone", base=moe), "grad-norm")
     assert 1.6e4 < norm < 2.2e4, norm
+    layout = ["--context-parallel-size", "2"]
+    found = losses(run_gpt(tmp_path / "cp2", *layout, base=moe, world_size=2), "grad-norm")
+    assert found == pytest.approx([norm], rel=EXACT["rtol"])
 
 
 @pytest.mark.feature("Reward models: from Hugging Face and back, with the losses of TRL")

@@ -98,6 +98,8 @@ def set_loss_share(run: RunContext, config: SFTDatasetConfig) -> dict[str, Any]:
             counts[0] += len(rows.ends) // 2 if is_of_pairs else int(rows.is_trained.sum())
             counts[1] += len(rows.tokens) - len(rows.ends)
     num_losses, num_tokens = broadcast_json(counts, run.groups.world)
+    if run.config.objective != SFT:
+        num_losses *= run.groups.cp.size()  # each of whose ranks counts all pairs
     run.objective.loss_share = num_losses / max(1, num_tokens)
     return {}
 
