@@ -41,7 +41,7 @@ BUDGETS: dict[str, int] = {
     "core/transformer": 55800,
     "core/virtual_ranks": 3800,
     "inference": 9500,
-    "inference/server": 31000,
+    "inference/server": 30750,
     "legacy": 0,
     "legacy/model": 0,
     "post_training": 2350,

@@ -13,15 +13,13 @@ from megatron.inference.server.generation import Service
 from megatron.inference.server.http import json_answer, responses
 
 _TIMEOUT_S = 600.0
-_PAUSES = ("abort", "wait", "keep")
-_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 CONTROL = "control"  # features of an engine: see `EngineInfo`
 RUNTIME_ADAPTERS = "runtime_adapters"
 
 
 async def answer_update_weights(service: Service, request: Any, body: Body) -> Any:
     """POST /update_weights: load the weights of another checkpoint of the same model."""
-    _check_control(service)
+    _check(service, CONTROL)
     fields = Fields(body)
     name = "model_path" if "model_path" in body else "load"
     path = fields.text(name, None)
@@ -38,22 +36,19 @@ async def answer_update_weights(service: Service, request: Any, body: Body) -> A
 
 async def answer_pause(service: Service, request: Any, body: Body) -> Any:
     """POST /pause: stop steps; ``mode`` says what open requests do."""
-    _check_control(service)
-    mode = request.query_params.get("mode", "abort")
-    if mode not in _PAUSES:
-        raise ApiError(f"mode: {mode[:80]!r} is invalid: give one of {', '.join(_PAUSES)}", "mode")
-    clears = _BOOLEANS.get(request.query_params.get("clear_cache", "true").lower())
-    if clears is None:
-        raise ApiError("clear_cache: give true or false", "clear_cache")
-    client = service.client
-    client.refuses_requests = mode != "keep"  # before the engine knows: none comes between
-    await client.ask("pause", _TIMEOUT_S, mode=mode, clears=clears and mode != "keep")
+    _check(service, CONTROL)
+    fields = Fields({**request.query_params, **body})
+    mode = fields.choice("mode", "abort", ("abort", "wait", "keep"))
+    clears = fields.choice("clear_cache", "true", ("true", "false")) == "true" and mode != "keep"
+    fields.refuse_others()
+    service.client.refuses_requests = mode != "keep"  # at once: none comes between
+    await service.client.ask("pause", _TIMEOUT_S, mode=mode, clears=clears)
     return json_answer({"status": "paused"})
 
 
 async def answer_resume(service: Service, request: Any, body: Body) -> Any:
     """POST /resume: go on."""
-    _check_control(service)
+    _check(service, CONTROL)
     await service.client.ask("resume", _TIMEOUT_S)
     service.client.refuses_requests = False
     return json_answer({"status": "resumed"})
@@ -61,14 +56,14 @@ async def answer_resume(service: Service, request: Any, body: Body) -> Any:
 
 async def answer_reset_prefix_cache(service: Service, request: Any, body: Body) -> Any:
     """POST /reset_prefix_cache: later requests compute the beginnings of their prompts again."""
-    _check_control(service)
+    _check(service, CONTROL)
     await service.client.ask("reset_prefix_cache", _TIMEOUT_S)
     return json_answer({"success": True})
 
 
 async def answer_load_adapter(service: Service, request: Any, body: Body) -> Any:
     """POST /v1/load_lora_adapter: read an adapter from a folder."""
-    _check_runtime_adapters(service)
+    _check(service, RUNTIME_ADAPTERS)
     fields = Fields(body)
     name, path = fields.text("lora_name", None), fields.text("lora_path", None)
     replaces = fields.boolean("load_inplace")
@@ -94,7 +89,7 @@ async def answer_load_adapter(service: Service, request: Any, body: Body) -> Any
 
 async def answer_unload_adapter(service: Service, request: Any, body: Body) -> Any:
     """POST /v1/unload_lora_adapter: refuse the name from now on; open requests go on."""
-    _check_runtime_adapters(service)
+    _check(service, RUNTIME_ADAPTERS)
     fields = Fields(body)
     name = fields.text("lora_name", None)
     fields.refuse_others(("lora_int_id",))
@@ -108,18 +103,13 @@ async def answer_unload_adapter(service: Service, request: Any, body: Body) -> A
     return responses.PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-def _check_control(service: Service) -> None:
-    if CONTROL not in service.model.info.features:
-        raise ApiError(
-            "this server is not controlled over the network: start it with --api-key-file",
-            status=501,
-        )
+def _check(service: Service, feature: str) -> None:
+    if feature not in service.model.info.features:
+        raise ApiError(_WHY_NOT[feature], status=501)
 
 
-def _check_runtime_adapters(service: Service) -> None:
-    if RUNTIME_ADAPTERS not in service.model.info.features:
-        raise ApiError(
-            "this server loads no adapters at run time: start it with --lora-modules NAME=FOLDER, "
-            "or with --allow-runtime-lora-updating on 127.0.0.1 or with --api-key-file",
-            status=501,
-        )
+_WHY_NOT = {
+    CONTROL: "this server is not controlled over the network: start it with --api-key-file",
+    RUNTIME_ADAPTERS: "this server loads no adapters at run time: start it with --lora-modules "
+    "NAME=FOLDER, or with --allow-runtime-lora-updating",
+}

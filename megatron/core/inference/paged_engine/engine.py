@@ -260,10 +260,8 @@ class Engine:
         CheckpointError: the checkpoint is damaged or of another model, and the old weights stay.
         """
         assert self.model.load_weights is not None, "the model has no checkpoint to load"
-        if "\0" in checkpoint:  # before other ranks know of it: no rank can open such a path
-            raise CheckpointError(f"{checkpoint!r} is no directory: a path has no NUL character")
         self._finish_steps()
-        self._tell_others(np.array([_UPDATE, *os.fsencode(checkpoint)]))
+        self._tell_others(_with_path(checkpoint, _UPDATE))
         self.model.load_weights(checkpoint)
         self.use_new_weights()
         self._start_anew()
@@ -283,11 +281,9 @@ class Engine:
                 f"adapter {name}: not with --inference-batch-invariant or --inference-draft-model "
                 "mtp; start without them, or merge the adapter into its model"
             )
-        if "\0" in folder:
-            raise CheckpointError(f"{folder!r} is no directory: a path has no NUL character")
         self._finish_steps()
         number = next(self._numbers)
-        self._tell_others(np.array([_LOAD, number, *os.fsencode(folder)]))
+        self._tell_others(_with_path(folder, _LOAD, number))
         self._runner.adapters.load(number, self.model.load_adapter(folder))
         self.unload_adapter(name)
         self.adapters[name] = number
@@ -421,14 +417,14 @@ class Engine:
             if message[0] == _UPDATE:
                 assert self.model.load_weights is not None, "rank 0 has checked it"
                 with suppress(CheckpointError):  # rank 0 reports it
-                    self.model.load_weights(os.fsdecode(message[1:].astype(np.uint8).tobytes()))
+                    self.model.load_weights(_path_in(message[1:]))
                     self.use_new_weights()
                 continue
             if message[0] == _LOAD:
                 assert self.model.load_adapter is not None, "rank 0 has checked it"
                 with suppress(CheckpointError):  # rank 0 reports it
-                    folder = os.fsdecode(message[2:].astype(np.uint8).tobytes())
-                    self._runner.adapters.load(int(message[1]), self.model.load_adapter(folder))
+                    adapter = self.model.load_adapter(_path_in(message[2:]))
+                    self._runner.adapters.load(int(message[1]), adapter)
                 continue
             if message[0] == _DROP:
                 self._runner.adapters.drop(int(message[1]))
@@ -501,6 +497,17 @@ class Engine:
         return self._channel.ranks[
             grid.rank(**{axis: coordinate.get(axis, 0) for axis in grid.sizes})
         ]
+
+
+def _with_path(path: str, *numbers: int) -> Integers:
+    """Return a message to other ranks.  Raises CheckpointError for a path that none can open."""
+    if "\0" in path:
+        raise CheckpointError(f"{path!r} is no directory: a path has no NUL character")
+    return np.array([*numbers, *os.fsencode(path)])
+
+
+def _path_in(numbers: Integers) -> str:
+    return os.fsdecode(numbers.astype(np.uint8).tobytes())
 
 
 _DTYPES = {"auto": None, "bf16": torch.bfloat16, "int8": torch.int8}
