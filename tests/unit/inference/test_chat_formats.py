@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+
 import pytest
 
+from megatron.core.chat_templates import compile_template
 from megatron.inference.server.chat_formats import (
     CALL,
     REASONING_PARSERS,
@@ -193,6 +200,51 @@ def test_a_text_has_the_same_parts_in_pieces_of_any_size(
 ):
     parser = parser_of(REASONING_PARSERS[reasoning], TOOL_PARSERS[calls], prompt, TOOLS)
     assert _read(parser, text, size) == parts
+
+
+PUBLISHED = (
+    "qwen2_5 qwen3 qwen3_5_think qwen3_6 qwen3_instruct_2507 qwen3_vl nemotron_3_nano glm4moe "
+    "gptoss deepseekv3 llama3_1 llama3_2"
+).split()
+END = re.compile(r"\s*<(\uff5cend\u2581of.*|\|(im_end|eot_id|call|return)\|>)\s*$")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_a_published_template_writes_is_read_back(name):
+    """TRL's package has copies of the templates."""
+    package = importlib.util.find_spec("trl")
+    if package is None or package.origin is None:
+        pytest.skip("could not find trl")
+    folder = Path(package.origin).parent / "chat_templates"
+    source = (folder / f"{name}.jinja").read_text()
+    template = compile_template(source, "a test")
+    calls, reasoning = detect(source)
+    assert calls != "hermes" or "qwen" in name
+    arguments = {"city": 'New "Y" {ork}', "x": 3}
+    given = json.dumps(arguments) if name == "deepseekv3" else arguments
+    call = {"type": "function", "id": "a", "function": {"name": "f", "arguments": given}}
+    user = {"role": "user", "content": "Hi"}
+    described = {"description": "d", "properties": {"city": {"type": "string"}}}
+    tool = {"name": "f", "description": "d", "parameters": {"type": "object", **described}}
+    tools = [{"type": "function", "function": tool}]
+    has_thought = reasoning != "none" and name != "deepseekv3"
+    for content, number in (("A", 0), ("", 1)):
+        answer = {"role": "assistant", "content": content}
+        answer |= {"tool_calls": [call]} if number else {}
+        if has_thought and name != "gptoss":
+            answer["reasoning_content"] = "Thought"
+        prompt = template.render(messages=[user], tools=tools, add_generation_prompt=True)
+        whole = template.render(messages=[user, answer], tools=tools)
+        before = os.path.commonprefix((prompt, whole))
+        before = before.removesuffix("<") if name == "deepseekv3" else before
+        text = END.sub("", whole[len(before) :])
+        parser = parser_of(REASONING_PARSERS[reasoning], TOOL_PARSERS[calls], before, TOOLS)
+        parts = _read(parser, text, 5)
+        found = [json.loads(new) for kind, new, _ in parts if kind == "call"]
+        assert found == [arguments] * number, text
+        assert "".join(new for kind, new, _ in parts if kind == "content").strip() == content
+        thoughts = "".join(new for kind, new, _ in parts if kind == "reasoning").strip()
+        assert thoughts == ("Thought" if "Thought" in whole else ""), text
 
 
 def test_calls_stay_text_where_no_tools_are_given():
