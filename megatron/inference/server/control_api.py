@@ -69,22 +69,18 @@ async def answer_load_adapter(service: Service, request: Any, body: Body) -> Any
     replaces = fields.boolean("load_inplace")
     fields.refuse_others(("is_3d_lora_weight",))
     if not name or not path:
-        raise ApiError("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
+        raise ApiError("lora_name, lora_path: give the adapter's name and its folder", "lora_name")
     if name == service.model.info.model:
-        text = f"The lora adapter '{name}' conflicts with a served base model."
-        raise ApiError(text, "lora_name")
+        raise ApiError(f"lora_name: {name} is the name of the model; give another", "lora_name")
     if name in service.adapters and not replaces:
-        raise ApiError(
-            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter "
-            "in place, set 'load_inplace' to True.",
-            "lora_name",
-        )
+        text = f"lora_name: {name} is loaded; give another name, or load_inplace to replace it"
+        raise ApiError(text, "lora_name")
     found = await service.client.ask("load_adapter", _TIMEOUT_S, name=name, path=path)
     if "error" in found:
-        text = f"Loading lora {name} failed: {found['error']}"
-        raise ApiError(text, "lora_path", status=400 if os.path.isdir(path) else 404)
+        status = 400 if os.path.isdir(path) else 404
+        raise ApiError(f"lora_path: {found['error']}", "lora_path", status=status)
     service.adapters[name] = path
-    return responses.PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+    return responses.PlainTextResponse(f"adapter {name} is loaded")
 
 
 async def answer_unload_adapter(service: Service, request: Any, body: Body) -> Any:
@@ -94,13 +90,11 @@ async def answer_unload_adapter(service: Service, request: Any, body: Body) -> A
     name = fields.text("lora_name", None)
     fields.refuse_others(("lora_int_id",))
     if not name:
-        text = "'lora_name' needs to be provided to unload a LoRA adapter."
-        raise ApiError(text, "lora_name")
+        raise ApiError("lora_name: give the name of an adapter", "lora_name")
     if service.adapters.pop(name, None) is None:
-        text = f"The lora adapter '{name}' cannot be found."
-        raise ApiError(text, "lora_name", status=404)
+        raise ApiError(f"lora_name: no adapter is called {name}", "lora_name", status=404)
     await service.client.ask("unload_adapter", _TIMEOUT_S, name=name)
-    return responses.PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+    return responses.PlainTextResponse(f"adapter {name} is removed")
 
 
 def _check(service: Service, feature: str) -> None:
