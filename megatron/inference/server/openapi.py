@@ -52,21 +52,9 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/update_weights_from_disk": [{"model_path": "checkpoints/run1"}],
 }
 EXAMPLES["/completions"] = EXAMPLES["/v1/completions"]
-_ERROR = {
-    "type": "object",
-    "properties": {
-        "message": {"type": "string"},
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        },
-    },
-}
+_TEXT = {"type": ["string", "null"]}
+_INSIDE = {"type": "object", "properties": dict.fromkeys("message type param code".split(), _TEXT)}
+_ERROR = {"type": "object", "properties": {"message": _TEXT, "error": _INSIDE}}
 
 
 def version() -> str:
