@@ -31,6 +31,13 @@ LEFT_OUT = (
 IMPORTED = {"isal", "megatron", "numpy", "pretrain_gpt", "torch", *sys.stdlib_module_names}
 _NEW = "import sys, torch; b = {*sys.modules}; import pretrain_gpt; print(*({*sys.modules} - b))"
 
+PLANNED = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data "
+    "--tokenizer-type NullTokenizer --tensor-model-parallel-size 2 --num-experts 4 "
+    "--expert-model-parallel-size 2 --sequence-parallel --check-world-size 8"
+)
+
 
 def test_a_run_imports_nothing_heavy_that_it_does_not_use() -> None:
     command = [sys.executable, "-c", _NEW]
@@ -39,6 +46,17 @@ def test_a_run_imports_nothing_heavy_that_it_does_not_use() -> None:
     assert "megatron.core.models.gpt.gpt_model" in names
     assert {name.partition(".")[0] for name in names} <= IMPORTED
     assert [name for name in names if name.startswith(LEFT_OUT)] == []
+
+
+def test_a_plan_does_not_import_the_compiler_of_torch() -> None:
+    """It takes 1.5 s; torch's shape functions import it to exclude themselves from it."""
+    plan = "import runpy; runpy.run_path('tools/plan.py', run_name='__main__')"
+    told = "atexit.register(lambda: print('torch._dynamo' in sys.modules))"
+    then = f"import atexit, sys; {told}; {plan}"
+    command = [sys.executable, "-c", then, *PLANNED.split()]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("this run can start on 8 ranks")
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 def test_what_is_left_out_is_found_when_it_is_asked_for() -> None:

@@ -18,7 +18,7 @@ from tests.repo.source import ROOT, Source, project
 # a reason in the commit; a removal lowers it.
 BUDGETS: dict[str, int] = {
     ".": 50,
-    "core": 12650,
+    "core": 13120,
     "core/compat": 12900,
     "core/config": 3450,
     "core/datasets": 33400,
@@ -62,7 +62,7 @@ BUDGETS: dict[str, int] = {
     "training/estimates": 5100,
     "training/fault_tolerance": 16550,
     "training/models": 9150,
-    "training/planning": 9800,
+    "training/planning": 10140,
     "training/preprocess": 7450,
     "training/process": 4300,
     "training/runtime": 3900,

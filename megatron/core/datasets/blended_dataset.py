@@ -21,6 +21,7 @@ from megatron.core.datasets.megatron_dataset import (
     description_hash,
 )
 from megatron.core.datasets.utils import normalize
+from megatron.core.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +122,10 @@ class BlendedDataset(torch.utils.data.Dataset[Sample]):
         dataset_sample_index = np.zeros(size, np.int64)
         arrays = dataset_index, dataset_sample_index
         count = len(self.weights)
-        if self.size is None:
-            sizes = np.array(self.weights, np.int64)
-            helpers.build_exhaustive_blending_indices(*arrays, sizes, count)
-        else:
-            helpers.build_blending_indices(*arrays, np.array(self.weights), count, size)
+        with Progress(f"blending {count} datasets"):
+            if self.size is None:
+                sizes = np.array(self.weights, np.int64)
+                helpers.build_exhaustive_blending_indices(*arrays, sizes, count)
+            else:
+                helpers.build_blending_indices(*arrays, np.array(self.weights), count, size)
         return arrays

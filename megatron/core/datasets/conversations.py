@@ -32,6 +32,7 @@ import numpy as np
 from megatron.core.config.errors import DataError
 from megatron.core.optional import require
 from megatron.core.process_memory import free_for_job
+from megatron.core.progress import Progress
 
 T = TypeVar("T")
 # Name of a form of rows -> the fields that it has.
@@ -143,11 +144,13 @@ def read_all(rows: Rows, of_row: Callable[[Mapping[str, Any]], T], unit: str) ->
     """
     found: list[T] = []
     problems: list[str] = []
-    for i in range(len(rows)):
-        try:
-            found.append(read_row(rows, i, of_row))
-        except DataError as error:
-            problems.append(str(error))
+    with Progress("encoding", len(rows), unit) as progress:
+        for i in range(len(rows)):
+            try:
+                found.append(read_row(rows, i, of_row))
+            except DataError as error:
+                problems.append(str(error))
+            progress.add()
     if problems:
         more = len(problems) - _SHOWN
         lines = "\n".join(problems[:_SHOWN]) + (f"\nand {more} more" if more > 0 else "")

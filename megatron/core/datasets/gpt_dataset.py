@@ -38,6 +38,7 @@ from megatron.core.datasets.megatron_dataset import (
 )
 from megatron.core.datasets.utils import Split
 from megatron.core.packed_seq_params import PackedBounds
+from megatron.core.progress import Progress
 
 
 def get_ltor_masks_and_position_ids(
@@ -355,7 +356,8 @@ class GPTDataset(MegatronDataset):
 
         def build() -> GPTIndices:
             started_at_s = time.perf_counter()
-            built = build_indices(request)
+            with Progress(f"building the index of {request.source}"):
+                built = build_indices(request)
             elapsed_s = time.perf_counter() - started_at_s
             logger.info("built the index of %s in %.2f s", request.source, elapsed_s)
             return built

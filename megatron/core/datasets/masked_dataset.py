@@ -29,6 +29,7 @@ from megatron.core.datasets.megatron_dataset import (
     SyntheticDataset,
 )
 from megatron.core.datasets.utils import Split
+from megatron.core.progress import Progress
 
 _GEOMETRIC_P = 0.2  # SpanBERT: P(length = 1, 2, 3, ...) = 0.2, 0.16, 0.128, ...
 
@@ -310,17 +311,18 @@ class MaskedWordPieceDataset(MegatronDataset):
         def build() -> list[np.ndarray]:
             low, high = int(self.indices[0]), int(self.indices[-1])
             documents = self.dataset.document_indices[low : high + 2]
-            mapping = helpers.build_mapping(
-                documents,
-                self.dataset.sequence_lengths,
-                1 if self.num_samples is None else _MOST_EPOCHS,
-                _MOST_SAMPLES if self.num_samples is None else self.num_samples,
-                sequence_length,
-                self.config.short_sequence_probability,
-                self.config.random_seed,
-                False,
-                min_sentences_per_sample,
-            )
+            with Progress("building the index of sentences"):
+                mapping = helpers.build_mapping(
+                    documents,
+                    self.dataset.sequence_lengths,
+                    1 if self.num_samples is None else _MOST_EPOCHS,
+                    _MOST_SAMPLES if self.num_samples is None else self.num_samples,
+                    sequence_length,
+                    self.config.short_sequence_probability,
+                    self.config.random_seed,
+                    False,
+                    min_sentences_per_sample,
+                )
             self._log_unused_documents(documents, min_sentences_per_sample, len(mapping))
             return [mapping]
 

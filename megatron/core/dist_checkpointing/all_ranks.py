@@ -74,6 +74,7 @@ from megatron.core.parallel.collectives import (
     rank_in,
     reason_of,
 )
+from megatron.core.progress import Progress
 
 AnyReader = TypeVar("AnyReader", bound=CheckpointReader)
 _MAX_THREADS = 4  # concurrent reads; more threads do not raise throughput
@@ -296,17 +297,23 @@ def fill(wanted: TensorRecords, reader: CheckpointReader, *, cast: bool = False)
     Raises the error of the first tensor that fails; others may or may not be filled.
     """
 
-    def fill_one(tensor: TensorRecord) -> None:
+    def fill_one(tensor: TensorRecord) -> float:
         fault_point("load.tensor")
         if tensor.key in reader.tensors:
             reader.load(tensor, cast=cast)
+        return tensor.num_bytes / 1e9
 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     threads = max(1, min(_MAX_THREADS, _num_cpus() // max(1, ranks)))
-    with ThreadPoolExecutor(threads) as pool:
+    total = sum(tensor.num_bytes for tensor in wanted) / 1e9
+    with (
+        ThreadPoolExecutor(threads) as pool,
+        Progress(f"loading {reader.folder}", total, "GB") as progress,
+    ):
         for part in weights_then_state(wanted):
             largest_first = sorted(part, key=lambda tensor: -tensor.num_bytes)
-            deque(pool.map(fill_one, largest_first), maxlen=0)
+            for size in pool.map(fill_one, largest_first):
+                progress.add(size)
 
 
 def _num_cpus() -> int:

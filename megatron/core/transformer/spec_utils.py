@@ -7,6 +7,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
@@ -116,6 +117,7 @@ def build_norm(spec: Slot, config: Any, width: int, **more: Any) -> Any:
     )
 
 
+@cache
 def _arguments_of(module: Callable[..., object]) -> set[str]:
     """Return the parameter names of a constructor; with ``**kwargs`` also those of its base."""
     if not isinstance(module, type):

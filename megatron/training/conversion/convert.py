@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.plain_values import plain
 from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX, LazyPiece, TensorRecord
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
+from megatron.core.progress import Progress
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.checkpointing.base_model import (
     BaseModel,
@@ -40,7 +41,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf, hf_folder, peft
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hf import as_classifier, without_heads
-from megatron.training.conversion.lazy import made_ahead
+from megatron.training.conversion.lazy import counted, made_ahead
 from megatron.training.conversion.model_folder import precision, read_folder
 from megatron.training.conversion.peft import CONFIG, merged
 from megatron.training.conversion.shape import ModelShape, shape_of
@@ -339,8 +340,10 @@ def write_checkpoint(source: Source, wanted: ConversionRequest, say: Say = print
         "args": {name: plain(value) for name, value in source.args.items()},
     }
     in_order = sorted(source.tensors.values(), key=lambda t: (-t.dtype.itemsize, t.name))
+    total = sum(tensor.num_bytes for tensor in in_order) / 1e9
+    progress = Progress(f"writing {wanted.target}", total, "GB")
     contents = Contents(
-        tensors=[_record(tensor) for tensor in made_ahead(in_order)],
+        tensors=[_record(tensor) for tensor in counted(made_ahead(in_order), progress)],
         common=common,
         layout=source.layout,
     )
@@ -350,10 +353,11 @@ def write_checkpoint(source: Source, wanted: ConversionRequest, say: Say = print
         hf_folder.copy_beside(source.beside, beside)
     begun = begin(wanted.target, common["iteration"], contents, None, format=format)
     written = []
-    for rank, state in {0: None, **source.rank_states}.items():
-        tensors = () if rank else begun.tensors
-        its = replace(contents, rank_state=state)
-        written.append(write(replace(begun, rank=rank, tensors=tensors, contents=its)))
+    with progress:
+        for rank, state in {0: None, **source.rank_states}.items():
+            tensors = () if rank else begun.tensors
+            its = replace(contents, rank_state=state)
+            written.append(write(replace(begun, rank=rank, tensors=tensors, contents=its)))
     saved = conclude(begun, complete(begun, written), None)
     say(f"wrote {_count(source.tensors)} numbers to {saved.folder} in {wanted.format} format")
     return saved.folder

@@ -36,8 +36,9 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     read_header,
     write_file,
 )
+from megatron.core.progress import Progress
 from megatron.core.text_files import path_inside
-from megatron.training.conversion.lazy import as_lazy, made_ahead
+from megatron.training.conversion.lazy import as_lazy, counted, made_ahead
 
 # Description for the error message, types, and bounds of entries.  A null counts as absent.
 _KINDS: tuple[tuple[str, tuple[type, ...], float | None, float | None, str], ...] = (
@@ -305,15 +306,16 @@ def write_weights(
             shards.append([])
         shards[-1].append(tensor)
     place: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = _SAFETENSORS
-        if len(shards) > 1:
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        made = made_ahead(shard) if in_thread else shard
-        write_file(folder / name, made, {"format": "pt"}, step=0)
-        place |= {tensor.name: name for tensor in shard}
+    total = sum(tensor.num_bytes for tensor in tensors)
+    with Progress(f"writing {folder}", total / 1e9, "GB") as progress:
+        for number, shard in enumerate(shards, 1):
+            name = _SAFETENSORS
+            if len(shards) > 1:
+                name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            made = counted(made_ahead(shard) if in_thread else shard, progress)
+            write_file(folder / name, made, {"format": "pt"}, step=0)
+            place |= {tensor.name: name for tensor in shard}
     if len(shards) > 1:
-        total = sum(tensor.num_bytes for tensor in tensors)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(place.items()))}
         write_text(folder / f"{_SAFETENSORS}.index.json", json.dumps(index, indent=2) + "\n")
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+from megatron.core.progress import Progress
 
 
 def as_lazy(tensors: Mapping[str, Tensor]) -> dict[str, LazyTensor]:
@@ -64,6 +65,17 @@ def made_ahead(tensors: Sequence[LazyTensor]) -> list[LazyTensor]:
         return tensor
 
     return [replace(tensor, make=partial(take, i)) for i, tensor in enumerate(tensors)]
+
+
+def counted(tensors: Sequence[LazyTensor], progress: Progress) -> list[LazyTensor]:
+    """Return ``tensors`` that add their GB to ``progress`` when they have been computed."""
+
+    def make(tensor: LazyTensor) -> Tensor:
+        made = tensor.make()
+        progress.add(tensor.num_bytes / 1e9)
+        return made
+
+    return [replace(tensor, make=partial(make, tensor)) for tensor in tensors]
 
 
 def unstacked(weights: Mapping[str, LazyTensor], ends: tuple[str, ...]) -> dict[str, LazyTensor]:

@@ -21,6 +21,7 @@ from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDE
 from megatron.core.models.vision.kinds import KINDS
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection, make_grids
 from megatron.core.params.param_info import info_of
+from megatron.core.progress import Progress
 from megatron.core.tile_arrangement import TileArrangement
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import build_model_stage, model_kind_of
@@ -68,8 +69,9 @@ def compare_logits(
     if kind.reads_images:  # the token of an image is put among others later
         described = json.loads((hf_folder / "config.json").read_bytes())
         prompts[prompts == described.get("image_token_index", described.get("image_token_id"))] = 0
-    theirs = _their_logits(hf_folder, config, prompts)
-    ours = our_logits(config, tensors, vocab_size, prompts)
+    with Progress("comparing the logits of both forms"):
+        theirs = _their_logits(hf_folder, config, prompts)
+        ours = our_logits(config, tensors, vocab_size, prompts)
     pairs = list(zip(ours if not fresh else ours[:1], theirs, strict=False))
     apart = max(float((mine - other).abs().max()) for mine, other in pairs)
     largest = max(1.0, *(float(other.abs().max()) for _, other in pairs))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from megatron.core.pipeline_parallel.communication_plan import Pass, inputs
 from megatron.core.pipeline_parallel.plan import Instruction, Placement, Work
 from megatron.core.pipeline_parallel.schedules import plan_of
+from megatron.core.progress import Progress
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.training.config.distillation import DistillationConfig
 from megatron.training.config.run import RunConfig
@@ -21,7 +22,7 @@ from megatron.training.estimates.parameters import known_padded_vocab_size
 from megatron.training.models.registry import layers_of, layers_of_stages
 from megatron.training.planning.costs import AXES, RankCost, Volume, activation_peak, volumes
 from megatron.training.planning.rank import cost_of_rank
-from megatron.training.planning.tracing import KnownShapes
+from megatron.training.planning.tracing import KnownShapes, without_compiler
 from megatron.training.runtime.setup import grids_of
 
 _GIB = 2**30
@@ -70,6 +71,7 @@ class RunPlan:
         return -1 if number == len(self.stages) - 1 > 0 else number
 
 
+@without_compiler()
 def plan_run(
     config: RunConfig,
     rank: int = 0,
@@ -108,26 +110,30 @@ def plan_run(
     shapes = KnownShapes()
     ranges = layers_of_stages(config)
     stages = []
-    for number in range(num_ranks) if only is None else [range(num_ranks)[only]]:
-        layers = tuple(ranges[placement.stage(number, c)] for c in range(num_chunks))
-        kind = _kind(config, placement, number, layers)
-        if kind not in known:
-            known[kind] = cost_of_rank(config, pipeline[number], rows, shapes)
-        stages.append(
-            Stage(
-                rank=pipeline[number],
-                layers=layers,
-                cost=known[kind],
-                activations=activation_peak(
-                    plan[number],
-                    placement,
-                    number,
-                    known[kind],
-                    first_deferred=shown - (model.wgrad_deferral_limit or shown),
-                ),
-                volumes=volumes(plan[number], known[kind], num_microbatches / shown),
+    planned = range(num_ranks) if only is None else [range(num_ranks)[only]]
+    with Progress("planning", len(planned), "pipeline stages") as progress:
+        for number in planned:
+            layers = tuple(ranges[placement.stage(number, c)] for c in range(num_chunks))
+            kind = _kind(config, placement, number, layers)
+            if kind not in known:
+                known[kind] = cost_of_rank(config, pipeline[number], rows, shapes)
+            activations = activation_peak(
+                plan[number],
+                placement,
+                number,
+                known[kind],
+                first_deferred=shown - (model.wgrad_deferral_limit or shown),
             )
-        )
+            stages.append(
+                Stage(
+                    rank=pipeline[number],
+                    layers=layers,
+                    cost=known[kind],
+                    activations=activations,
+                    volumes=volumes(plan[number], known[kind], num_microbatches / shown),
+                )
+            )
+            progress.add()
     return RunPlan(
         stages=tuple(stages),
         num_microbatches=num_microbatches,

@@ -10,17 +10,20 @@ read at these operations.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from types import FunctionType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._decomp import global_decomposition_table
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +35,9 @@ from megatron.training.planning.costs import Collective
 
 _aten: Any = torch.ops.aten
 _resize: Any = torch.ops.inductor.resize_storage_bytes_.default
+_read: Any = _aten._local_scalar_dense.default
+_fused_sgd: Any = _aten._fused_sgd_.default
+_EXCLUDED = "__dynamo_disable"
 _KINDS = {
     "allreduce_": "all-reduce",
     "_allgather_base_": "all-gather",
@@ -71,6 +77,7 @@ class Tracker(TorchDispatchMode):
         self.alive = self.peak = 0
         self.collectives: Counter[Collective] = Counter()
         self._sizes: dict[int, int] = {}  # bytes of storages allocated inside
+        self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # call `_forget`
         self._existing = {_storage(tensor)._cdata for tensor in existing}
         self._depth = 0  # nesting of FSDP2's phases
         self._resizable: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # made in such a phase
@@ -96,29 +103,29 @@ class Tracker(TorchDispatchMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         del types
-        if func is _aten._local_scalar_dense.default and _has_no_memory(args[0]):
-            return 1  # stands for a finite norm or a passed check
-        if func is _aten._fused_sgd_.default and _has_no_memory(args[0][0]):
-            return None  # allocates nothing; torch implements it for real tensors only
-        if func is _aten.nonzero.default and _has_no_memory(args[0]):
+        about = _about(func)
+        if about.needs_values and _has_no_memory(args[0] if func is not _fused_sgd else args[0][0]):
+            if func is _read:
+                return 1  # stands for a finite norm or a passed check
+            if func is _fused_sgd:
+                return None  # allocates nothing; torch implements it for real tensors only
             count = max(1, round(args[0].numel() * self._share_of_true))
             places = args[0].new_empty((count, args[0].dim()), dtype=torch.int64)
             self._note(places)
             return places
-        if func.namespace == "c10d":
+        if about.namespace == "c10d":
             self._note_collective(func, args)
-        if func.namespace in ("fsdp", "profiler"):
+        elif about.namespace in ("fsdp", "profiler"):
             self._read_sizes()
-        if func.namespace == "profiler":
-            self._depth += 1 if "enter" in func.name() else -1
+            if about.namespace == "profiler":
+                self._depth += 1 if "enter" in func.name() else -1
         out = self._shapes.result(func, args, kwargs or {})
         if func is _resize:
             storage = _storage(args[0])
             if storage._cdata in self._sizes:
                 self._set_size(storage._cdata, storage.nbytes())
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._note(tensor)
+        for tensor in _tensors(out):
+            self._note(tensor)
         return out
 
     def _read_sizes(self) -> None:
@@ -133,7 +140,7 @@ class Tracker(TorchDispatchMode):
         if key not in self._sizes and key not in self._existing:
             self._sizes[key] = 0
             self._set_size(key, storage.nbytes())
-            weakref.finalize(storage, self._forget, key)
+            self._ends[key] = weakref.ref(storage, partial(self._forget, key))
             if self._depth:
                 self._resizable[key] = weakref.ref(storage)
 
@@ -142,7 +149,8 @@ class Tracker(TorchDispatchMode):
         self._sizes[key] = size
         self.peak = max(self.peak, self.alive)
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, _: object) -> None:
+        del self._ends[key]
         self.alive -= self._sizes.pop(key)
         self._resizable.pop(key, None)
 
@@ -184,6 +192,30 @@ def attention_without_memory(*args: Any, **kwargs: Any) -> Tensor:
     return out
 
 
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Do not let torch's shape functions import its compiler, which takes longer than a plan.
+
+    A decorator of theirs imports it at the first call, to exclude them from it, unless they have
+    the attribute in which it notes that.
+    """
+    found: list[object] = [*vars(torch._refs).values(), *vars(torch._refs.nn.functional).values()]
+    for table in global_decomposition_table.values():
+        found += table.values()
+    marked = []
+    while found:
+        function = found.pop()
+        if isinstance(function, FunctionType) and not hasattr(function, _EXCLUDED):
+            setattr(function, _EXCLUDED, function)
+            marked.append(function)
+            found += [cell.cell_contents for cell in function.__closure__ or ()]
+    try:
+        yield
+    finally:
+        for function in marked:
+            delattr(function, _EXCLUDED)
+
+
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages of ``tensors``, each storage once."""
     storages = [_storage(tensor) for tensor in tensors]
@@ -209,16 +241,12 @@ _WRITES_VALUES = (
 _WRITES_OUT = {_aten.addmm.dtype_out}
 
 
-@dataclass(frozen=True)
-class _Layout:
+class _Layout(NamedTuple):
     """Shape, strides and dtype of a tensor without memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-
-    def make(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
 class KnownShapes:
@@ -231,24 +259,23 @@ class KnownShapes:
         self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         """Return what ``func(*args, **kwargs)`` returns, from the cache if possible."""
-        if not _is_pure(func):
-            written = kwargs.get("out") if func in _WRITES_OUT else args[0] if args else None
-            name = func._schema.name.removeprefix("aten::")
-            if _has_only_shape(written) and (func in _WRITES_OUT or name in _WRITES_VALUES):
-                return written
+        about = _about(func)
+        if not about.is_pure:
+            if about.writes is not None:
+                written = kwargs.get("out") if about.writes == "out" else args[0] if args else None
+                if _has_only_shape(written):
+                    return written
             return func(*args, **kwargs)
         try:
-            key = (func, _key(args), *((name, _key(value)) for name, value in kwargs.items()))
+            key = (about, _key(args), *((name, _key(value)) for name, value in kwargs.items()))
         except _NoKeyError:
             return func(*args, **kwargs)
-        if key not in self._known:
+        known = self._known.get(key, key)
+        if known is key:
             result = func(*args, **kwargs)
             self._known[key] = _layouts(result)
             return result
-        known = self._known[key]
-        if known is None:
-            return func(*args, **kwargs)
-        return tree_map_only(_Layout, _Layout.make, known)
+        return func(*args, **kwargs) if known is None else _like(known)
 
 
 class _NoKeyError(Exception):
@@ -259,33 +286,64 @@ def _key(value: object) -> Hashable:
     if isinstance(value, Tensor):
         if not _has_only_shape(value):
             raise _NoKeyError
-        return _layout(value)
+        return value.shape, value.stride(), value.dtype
     if isinstance(value, (tuple, list)):
-        return tuple(_key(item) for item in value)
+        return tuple([_key(item) for item in value])
     return type(value), value  # 1, 1.0 and True promote types differently
-
-
-def _layout(tensor: Tensor) -> _Layout:
-    return _Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _layouts(result: object) -> object:
     """Return the layouts of ``result``, None if an equal result cannot be made from them."""
-    tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-    layouts = tree_map_only(Tensor, _layout, result)
+    tensors = list(_tensors(result))
+    layouts = tree_map_only(Tensor, lambda t: _Layout(tuple(t.shape), t.stride(), t.dtype), result)
     sizes = [t.untyped_storage().nbytes() for t in tensors]
-    made = [_layout(t).make().untyped_storage().nbytes() for t in tensors]
+    made = [t.untyped_storage().nbytes() for t in _tensors(_like(layouts))]
     is_alone = len({t.untyped_storage()._cdata for t in tensors}) == len(tensors)
     is_meta = all(_has_only_shape(t) for t in tensors)
     return layouts if is_meta and is_alone and sizes == made else None
 
 
+def _like(layouts: object) -> object:
+    """Return new tensors without memory in place of ``layouts``."""
+    if isinstance(layouts, _Layout):
+        return torch.empty_strided(*layouts[:2], dtype=layouts.dtype, device="meta")
+    if isinstance(layouts, (tuple, list)):
+        return type(layouts)(map(_like, layouts))
+    return layouts
+
+
+def _tensors(out: object) -> Iterable[Tensor]:
+    """Return the tensors in the result of an operation."""
+    if isinstance(out, Tensor):
+        return (out,)
+    return [t for item in out for t in _tensors(item)] if isinstance(out, (tuple, list)) else ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Operation:
+    """What the tracker must know about an operation."""
+
+    namespace: str
+    needs_values: bool
+    is_pure: bool  # its result depends on shapes alone and is new
+    writes: str | None  # what it writes values into and returns: its first argument or "out"
+
+
 @cache
-def _is_pure(func: OpOverload) -> bool:
+def _about(func: OpOverload) -> _Operation:
     schema = func._schema
     no_alias = all(a.alias_info is None for a in (*schema.arguments, *schema.returns))
     takes_tensors = any("Tensor" in str(a.type) for a in schema.arguments)
-    return func.namespace == "aten" and no_alias and takes_tensors and func not in _HIDDEN_VIEWS
+    name = schema.name.removeprefix("aten::")
+    return _Operation(
+        namespace=func.namespace,
+        needs_values=func in (_read, _fused_sgd, _aten.nonzero.default),
+        is_pure=func.namespace == "aten"
+        and no_alias
+        and takes_tensors
+        and func not in _HIDDEN_VIEWS,
+        writes="out" if func in _WRITES_OUT else "first" if name in _WRITES_VALUES else None,
+    )
 
 
 def _has_only_shape(tensor: object) -> TypeGuard[Tensor]:

@@ -27,6 +27,7 @@ import numpy as np
 
 from megatron.core.config.errors import DataError, MegatronError
 from megatron.core.optional import require, why_missing
+from megatron.core.progress import CLEAR
 from megatron.core.rank_local import each_rank_owns
 from megatron.training.preprocess.documents import BadRecord, Block, RecordFormat, Text, flatten
 from megatron.training.tokenizer.base import TokenBatch
@@ -209,8 +210,11 @@ class Progress:
             self._printed_at_s = time.monotonic()
             self.print()
 
-    def print(self) -> None:
-        """Print a line with documents, rates, percentage and remaining time."""
+    def print(self, *, is_last: bool = False) -> None:
+        """Print a line with documents, rates, percentage and remaining time.
+
+        On a terminal the next line replaces it, unless ``is_last``.
+        """
         elapsed_s = max(time.monotonic() - self._started_at_s, 1e-9)
         share = self._stored / self._total_stored if self._total_stored else 1.0
         left_s = round(elapsed_s * (1 - share) / share) if share else 0
@@ -219,6 +223,7 @@ class Progress:
             f"({self.num_documents / elapsed_s:.1f} docs/s, "
             f"{self._bytes / 1e6 / elapsed_s:.2f} MB/s), {100 * share:.1f} %, "
             f"{timedelta(seconds=left_s)} left",
+            end=f"{CLEAR}\r" if sys.stderr.isatty() and not is_last else "\n",
             file=sys.stderr,
             flush=True,
         )

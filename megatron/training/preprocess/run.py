@@ -287,7 +287,7 @@ class _Run:
             progress.add(block.num_documents, block.num_bytes, block.stored_bytes)
         for key, builder in builders.items():
             builder.finalize(get_idx_path(outputs[key]))
-        progress.print()
+        progress.print(is_last=True)
         return list(outputs.values())
 
     def _merge(self) -> list[str]:

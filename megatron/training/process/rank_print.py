@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.progress import CLEAR as CLEAR
 from megatron.core.rank_local import each_rank_owns
 from megatron.training.process.preflight import launch_problems
 
 LEVEL_VARIABLE = "MEGATRON_LOGGING_LEVEL"
 # Scripts search for whole lines of these loggers, in Python's default format as in Megatron-LM.
-CLEAR = "\x1b[K"  # erases the rest of a terminal's line
 _is_short = False
 each_rank_owns(__name__, "_is_short")
 _IN_DEFAULT_FORMAT = frozenset({"megatron.core.rerun_state_machine"})
