@@ -130,7 +130,7 @@ SYNONYMS = parse_table(
     """
 --lr | learning-rate base-lr optimizer.lr optim.lr max-lr
 --min-lr | min-learning-rate lr-min lr-scheduler.min-lr
---train-samples = epochs x samples, or --train-iters = that / --global-batch-size | epoch num-epochs
+--epochs (of fine-tuning; else --train-samples or --train-iters) | epoch num-epochs
     num-train-epochs max-epochs train-epochs trainer.max-epochs
 --train-iters | steps max-steps num-steps total-steps train-steps training-steps training.steps
     iters max-iters num-iters iterations train-iterations trainer.max-steps num-train-steps
@@ -142,15 +142,22 @@ SYNONYMS = parse_table(
 --global-batch-size = --micro-batch-size x data-parallel ranks x accumulation steps |
     gradient-accumulation-steps grad-accumulation-steps grad-accum-steps grad-acc-steps
     accumulation-steps accumulate-grad-batches gas num-microbatches
+--load (a Hugging Face folder, hf://org/name or a checkpoint) | model model-name model-path
+    model-name-or-path pretrained-model-name-or-path base-model
 --load | resume resume-from resume-from-checkpoint load-checkpoint load-dir load-path
     init-checkpoint restore-from ckpt-path from-checkpoint checkpoint.initial-load-path
 --save | output-dir save-dir save-path out-dir checkpoint.folder save-checkpoint
 --save and --load | checkpoint-dir checkpoint-path ckpt-dir
---save-interval | save-steps save-every save-freq checkpoint-interval checkpoint.interval
---eval-interval | eval-steps eval-every eval-freq val-interval val-check-interval
+--keep-last-checkpoints | save-total-limit
+--save-interval | save-strategy save-steps save-every save-freq checkpoint-interval
+    checkpoint.interval
+--eval-interval | eval-strategy evaluation-strategy eval-steps eval-every eval-freq val-interval
+    val-check-interval
 --eval-iters | val-iters eval-batches limit-val-batches
 --log-interval | logging-steps log-every log-freq log-steps log-every-n-steps metrics.log-freq
 --tensorboard-dir | logging-dir log-dir tb-dir tensorboard-log-dir
+--tensorboard-dir, --wandb-project or --metrics-file | report-to
+--wandb-project | wandb use-wandb
 --wandb-exp-name | run-name wandb-name wandb-run-name
 --num-layers | layers n-layer n-layers nlayers num-hidden-layers depth
 --hidden-size | hidden hidden-dim d-model dmodel n-embd embed-dim model-dim dim
@@ -170,8 +177,8 @@ SYNONYMS = parse_table(
     tie-embeddings tie-weights
 --num-experts | n-experts moe-num-experts num-local-experts
 --moe-router-topk | moe-topk moe-top-k num-experts-per-tok num-experts-per-token
---clip-grad | max-grad-norm max-norm grad-clip grad-norm-clip gradient-clipping gradient-clip-val
-    clip-grad-norm training.max-norm
+--clip-grad | gradient-clip max-grad-norm max-norm grad-clip grad-norm-clip gradient-clipping
+    gradient-clip-val clip-grad-norm training.max-norm
 --weight-decay | wd
 --adam-beta1 | beta1
 --adam-beta2 | beta2
@@ -182,6 +189,7 @@ SYNONYMS = parse_table(
 --lr-decay-style | scheduler lr-schedule lr-scheduler lr-scheduler-type
 --data-path | data dataset datasets dataset-path data-dir data-prefix train-data train-file
     training.dataset training.dataset-path
+--valid-data-path | val-data valid-data eval-data eval-dataset validation-file val-file
 --tokenizer-type and --tokenizer-model | tokenizer tokenizer-path tokenizer-name
     tokenizer-name-or-path model.tokenizer-path
 --mock-data | fake-data dummy-data synthetic-data
@@ -199,11 +207,11 @@ SYNONYMS = parse_table(
 fewer ranks for the model: data-parallel size is ranks / (tensor x pipeline x context) | dp dp-size
     data-parallel-size dp-degree
 --use-torch-fsdp2 or --use-megatron-fsdp | fsdp fsdp2 use-fsdp use-fsdp2
---use-distributed-optimizer (ZeRO-1) or --use-torch-fsdp2 (ZeRO-3) | zero zero1 zero-1 zero-stage
-    deepspeed deepspeed-config ds-config use-deepspeed
+--use-distributed-optimizer (ZeRO-1) or --use-torch-fsdp2 (ZeRO-3) | zero zero1 zero-1 zero2
+    zero3 zero-stage deepspeed deepspeed-config ds-config use-deepspeed
 --bf16 or --fp16 | precision mixed-precision dtype torch-dtype amp trainer.precision half
 --fp8-format | use-fp8 enable-fp8
---attention-backend flash | flash-attn flash-attention use-flash-attention enable-flash-attn
+--attention-backend flash | flash flash-attn flash-attention use-flash-attention enable-flash-attn
 --attention-backend | attn-impl attn-implementation attention-impl
 --recompute-activations or --recompute-granularity full | gradient-checkpointing grad-checkpointing
     activation-checkpointing activation-checkpoint use-activation-checkpointing recompute
@@ -222,8 +230,21 @@ fewer ranks for the model: data-parallel size is ranks / (tensor x pipeline x co
 --account-for-embedding-in-pipeline-split | standalone-embedding-stage
 --deterministic-mode | deterministic
 --enable-cuda-graph or --external-cuda-graph | cuda-graph-impl cuda-graphs
-no flag: this is the default | dynamic-loss-scale scaled-masked-softmax-fusion bias-gelu-fusion
-    no-query-key-layer-scaling scaled-upper-triang-masked-softmax-fusion resume-dataloader
+--lora-rank | lora-r use-lora use-peft peft
+--lora-rank with --lora-base-dtype | qlora load-in-4bit load-in-8bit
+--optimizer | optim optimizer-type optim-type
+--save-hf, whose folder you upload yourself | push-to-hub hub-model-id
+a flag of the server (megatron-serve) | port host
+a flag of tools/text_generation_cli.py (megatron-generate), or the field of a request to the
+    server (megatron-serve); training does not sample text | temperature top-p top-k
+    max-new-tokens max-tokens repetition-penalty do-sample num-beams prompt
+torchrun's flag --nproc-per-node (megatron-launch), before the name of the script
+    | gpus num-gpus n-gpus ngpus num-processes devices trainer.devices
+torchrun's flag --nnodes (megatron-launch), before the name of the script | nodes num-nodes n-nodes
+    trainer.num-nodes num-machines
+no flag: this is the default | do-train dynamic-loss-scale scaled-masked-softmax-fusion
+    bias-gelu-fusion no-query-key-layer-scaling scaled-upper-triang-masked-softmax-fusion
+    resume-dataloader
 no flag: data parallelism has one implementation | ddp-impl use-contiguous-buffers-in-local-ddp
     no-contiguous-buffers-in-local-ddp
 torchrun's flag of this name, before the name of the script | nproc-per-node nnodes node-rank

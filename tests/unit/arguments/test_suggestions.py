@@ -22,6 +22,11 @@ KNOWN = [s for action in build_parser()._actions for s in action.option_strings]
         ("--gradient-accumulation-steps", "use --global-batch-size = --micro-batch-size x "),
         ("--DDP-impl", "use no flag: data parallelism has one implementation"),
         ("--training.seq_len", "use --seq-length"),
+        ("--temperature", "use a flag of tools/text_generation_cli.py (megatron-generate)"),
+        ("--gpus", "use torchrun's flag --nproc-per-node (megatron-launch)"),
+        ("--model-name-or-path", "use --load (a Hugging Face folder, hf://org/name or a "),
+        ("--num-train-epochs", "use --epochs"),
+        ("--output-dir", "use --save"),
         ("--hidden-sise", "did you mean --hidden-size?"),
         ("--num-layer", "did you mean --num-layers?"),
         ("--use-swiglu", "did you mean --swiglu?"),
@@ -35,14 +40,15 @@ def test_a_flag_of_another_program_or_spelling_is_found(flag: str, words: str) -
 
 @pytest.mark.parametrize(
     "flag",
-    ["--temperature", "--foo", "--xqzzy", "--adam-beta3", "--no-swiglu", "--bf32", "--x", "--"],
+    ["--foo", "--xqzzy", "--adam-beta3", "--no-swiglu", "--bf32", "--x", "--"],
 )
 def test_no_suggestion_is_better_than_a_wrong_one(flag: str) -> None:
     assert suggestion(flag, KNOWN) == ""
 
 
 def test_the_table_names_flags_that_exist_and_replaces_those_that_do_not() -> None:
-    assert set(re.findall(r"--[a-z][\w-]+", " ".join(SYNONYMS))) <= set(KNOWN)
+    of_torchrun = {"--nproc-per-node", "--nnodes"}
+    assert set(re.findall(r"--[a-z][\w-]+", " ".join(SYNONYMS))) <= {*KNOWN, *of_torchrun}
     names = " ".join(SYNONYMS.values()).split()
     assert len(names) == len(set(names))
     assert [name for name in names if f"--{name}" in KNOWN] == []
