@@ -3,6 +3,7 @@
 #
 #   PYTHON=/path/to/python   use that one instead, as it is
 #   TORCH=torch==2.12.0      another torch than the tested one
+#   EXTRAS=hf,serve          extras of pyproject.toml; else dev, the tools of the developers
 # Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves 3 GB of download.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,11 +14,13 @@ if [[ -n "${PYTHON:-}" ]]; then
 fi
 
 torch="${TORCH:-torch==2.13.0}"
-stamp=.venv/ready
+extras="${EXTRAS:-dev}"
+stamp=.venv/ready-$extras
 inputs=(pyproject.toml setup.py megatron/core/datasets/helpers.cpp megatron/core/fusions/cpu/*.{cpp,h}
     tools/env.sh)
 state="$torch $(cat "${inputs[@]}" | cksum)"
-if [[ ! -f $stamp || "$(cat $stamp)" != "$state" ]]; then
+is_ready() { [[ -f $1 && "$(cat "$1")" == "$state" ]]; }
+if ! is_ready "$stamp" && ! is_ready .venv/ready-dev; then
     for python in python3 python3.13 python3.12 python3.11 python3.10 none; do
         if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             break
@@ -27,13 +30,13 @@ if [[ ! -f $stamp || "$(cat $stamp)" != "$state" ]]; then
         echo "tools/env.sh: Python 3.10 or newer is needed and was not found" >&2
         exit 1
     fi
-    echo "preparing .venv with $("$python" --version) and $torch" >&2
+    echo "preparing .venv with $("$python" --version), $torch and [$extras]" >&2
     {
         [[ -x .venv/bin/python ]] || "$python" -m venv .venv || { rm -rf .venv && exit 1; }
         # Most modules are never imported; the others are compiled when they are.
         .venv/bin/python -m pip install --quiet --no-compile "$torch"
-        .venv/bin/python -m pip install --quiet --no-compile --editable ".[dev]"
+        .venv/bin/python -m pip install --quiet --no-compile --editable ".[$extras]"
     } >&2
-    echo "$state" >$stamp
+    echo "$state" >"$stamp"
 fi
 echo "$PWD/.venv/bin/python"

@@ -31,7 +31,7 @@ prepare() {
     workers=$(($(nproc) < 8 ? $(nproc) : 8))
 
     say "environment"
-    python=$(tools/env.sh)
+    python=$(EXTRAS=${EXTRAS:-hf,images,serve} tools/env.sh)  # without the developers' tools
     started_at_s=$SECONDS
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$workers}
     # Threads that wait sleep instead of spinning: five times faster where the cores are shared.

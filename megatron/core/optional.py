@@ -36,6 +36,7 @@ _EXTRA = {
     "yaml": "yaml",
     "nvidia_resiliency_ext": "ft",
     "PIL": "images",
+    "h11": "serve",
     "jinja2": "serve",
     "llguidance": "serve",
     "prometheus_client": "serve",
@@ -43,7 +44,7 @@ _EXTRA = {
     "uvicorn": "serve",
 }
 # package that is in no extra -> its name for pip, if that is another one
-_PIP_NAME = {"lm_eval": "lm-eval[api]"}
+_PIP_NAME = {"lm_eval": "lm-eval[api]", "pynvml": "nvidia-ml-py"}
 
 
 @cache

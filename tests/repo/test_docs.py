@@ -57,7 +57,31 @@ def test_the_extras_of_the_readme_and_of_missing_packages_are_those_that_pip_kno
     extras = dict(re.findall(r"^(\w+) = (\[.*?\])$", section, re.MULTILINE | re.DOTALL))
     named = (ROOT / "README.md").read_text().split("Extras: ")[1].split("\n\n")[0]
     assert set(re.findall(r"`\[(\w+)\]`", named)) == set(extras)
-    assert set(optional._EXTRA.values()) <= set(extras)
+    for package, extra in optional._EXTRA.items():
+        distribution = _DISTRIBUTIONS.get(package.split(".")[0], package.split(".")[0])
+        listed = {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', extras[extra])}
+        assert distribution.replace("-", "_") in listed, f"{package} is not in the extra {extra}"
+
+
+# import name -> name for pip, where they differ
+_DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "multistorageclient": "multi-storage-client"}
+# Packages without an extra: torch and sentencepiece are dependencies, pip finds the others
+# by the names in the error message.
+_WITHOUT_EXTRA = {"torch", "sentencepiece", "pynvml", "lm_eval", "deep_ep"}
+
+
+def test_every_package_that_is_required_by_name_has_an_extra():
+    known = {name.split(".")[0] for name in optional._EXTRA} | _WITHOUT_EXTRA
+    named = set()
+    for path in sorted(ROOT.glob("megatron/**/*.py")):
+        text = path.read_text()
+        named |= set(re.findall(r"""(?:^| |\()(?:optional\.)?require\(\s*["']([\w]+)""", text))
+        constants = re.findall(r"\brequire\(\s*([A-Z_]+),", text)
+        named |= {
+            name for c in constants for name in re.findall(rf'^{c} = "(\w+)', text, re.MULTILINE)
+        }
+    assert {"wandb", "deep_ep", "nvidia_resiliency_ext", "uvicorn"} <= named
+    assert named <= known, f"add them to megatron/core/optional.py: {named - known}"
 
 
 def test_the_site_leads_to_every_page_and_its_modules_exist():
