@@ -32,6 +32,7 @@ def server(tmp_path_factory):
     template = folder / "template.jinja"
     template.write_text(
         "{{ messages[-1].content }}{{ '<end>' if messages[-1].role == 'assistant' }}"
+        "{% for call in messages[-1].tool_calls %}{{ '' + call.function.arguments }}{% endfor %}"
     )
     words = ("--chat-template", str(template), "--reasoning-parser", "qwen3")
     with fake_server(folder, *words) as found:
@@ -344,6 +345,13 @@ def test_a_message_goes_on_where_it_ends(server):
     assert status == 200
     status, whole = server.ask("POST", "/tokenize", {"prompt": " Hello  "})
     assert found["prompt_token_ids"] == whole["tokens"]
+
+
+def test_a_template_may_join_arguments_as_text(client):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+    messages = [{"role": "assistant", "content": "a", "tool_calls": [call]}]
+    found = client.chat.completions.create(model="fake", messages=messages)
+    assert found.choices[0].message.content == 'a<end>{"x": [1]}'
 
 
 def test_messages_have_the_tokens_of_the_chat(server):

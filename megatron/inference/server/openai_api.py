@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -435,7 +436,16 @@ class ChatPrompt:
             )
         turns = self._model.turns(self._messages)
         given = {"messages": turns, "tools": self.tools.given or None}
-        text = await template.render({**self._variables, **given})
+        try:
+            text = await template.render({**self._variables, **given})
+        except ApiError as error:
+            calls = [call for turn in turns for call in turn.get("tool_calls", ())]
+            if "TypeError" not in str(error) or not calls:
+                raise
+            for call in calls:  # DeepSeek's templates join the arguments as text
+                function = call["function"]
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            text = await template.render({**self._variables, **given})
         if not self._continues:
             return text
         opened = open_last_message(text, self._messages[-1]["content"])
