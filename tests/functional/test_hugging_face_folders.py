@@ -135,6 +135,8 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with tokenizer and chat template, and conversations in ``chats.jsonl``."""
     folder = tmp_path_factory.mktemp("chat")
     write_model(folder / "model")
+    path = folder / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": "<unk>"}))
     lines = [json.dumps({"messages": messages}) for messages in conversations() * 4]
     (folder / "chats.jsonl").write_text("\n".join(lines))
     return folder
@@ -275,9 +277,9 @@ def their_rewards(folder: Path, row: dict[str, Any]) -> list[float]:
         tokenizer.apply_chat_template(row["prompt"] + row[name], tokenize=False)
         for name in ("chosen", "rejected")
     ]
-    ids = [tokenizer(text, return_tensors="pt", add_special_tokens=False) for text in texts]
+    batch = tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=False)
     with torch.no_grad():
-        return [float(model(**each).logits) for each in ids]
+        return [float(score) for score in model(**batch).logits]
 
 
 @pytest.mark.parametrize(
@@ -383,6 +385,7 @@ def test_flags_that_contradict_the_folder_are_listed_together(chat: Path) -> Non
         ("missing shard", "model-00002-of-00002.safetensors is missing"),
         ("missing tensor", "the weights have no model.norm.weight"),
         ("other kind", "the checkpoint in --load is of kind bert, the command line builds gpt"),
+        ("reward model", "holds a reward model, which scores answers and writes none"),
         ("no tokenizer", "has no tokenizer that is known here: give --tokenizer-model"),
         ("other tokenizer", "of its 622 ids are other tokens, such as"),
         ("larger tokenizer", "tokens, and the embedding of"),
@@ -408,6 +411,9 @@ def test_what_cannot_start_says_why(name: str, message: str, chat: Path, tmp_pat
         models.safetensors.save_file(weights, folder / "model.safetensors", {"format": "pt"})
     elif name == "other kind":
         models.write(folder, "bert")
+    elif name == "reward model":
+        kind = models.transformers.AutoModelForSequenceClassification
+        kind.from_pretrained(folder, num_labels=1).save_pretrained(folder)
     elif name == "no tokenizer":
         for path in (*folder.glob("tokenizer*"), *folder.glob("*.txt"), folder / "vocab.json"):
             path.unlink(missing_ok=True)

@@ -273,11 +273,6 @@ def _load_folder(
             )
     else:
         begins_reward_model = False
-        if parts.asked is not None and common["args"].get(_REWARD_MODEL):
-            raise CheckpointError(
-                f"{folder} holds a reward model, which scores answers and writes none: train it "
-                "with --reward-model, or name the language model that it was made from"
-            )
     explanation = _check_model(parts, common, folder, is_finetuning=source["is_finetuning"])
     at = "" if weights_only else f" at iteration {common['iteration']}"
     kind = f" {RELEASE}" if folder.name == RELEASE else ""
@@ -444,6 +439,11 @@ def _check_model(parts: RunParts, common: RunContent, folder: Path, *, is_finetu
     check_kind(common["args"], parts.kind)
     if parts.asked is None:
         return ""
+    if common["args"].get(_REWARD_MODEL) and not parts.asked.get(_REWARD_MODEL):
+        raise CheckpointError(
+            f"{folder} holds a reward model, which scores answers and writes none: train it "
+            "with --reward-model, or name the language model that it was made from"
+        )
     found = compare_models(common["args"], parts.asked, is_finetuning=is_finetuning)
     found.check(folder)
     for line in found.warned:

@@ -315,6 +315,8 @@ def describe(
         described = replace(family.shape(came_with), vocab_size=vocab_size)
         if described == shape:
             config = {"architectures": [family.architecture], **came_with}
+            if shape.is_reward and config.get("pad_token_id") is None:
+                config["pad_token_id"] = special_ids(run)["pad_token_id"]  # to score batches
             return config | {"vocab_size": vocab_size}, family, shape
     config = {**family.config(shape), **special_ids(run)}
     if model_kind(shape.kind).has_encoder:
