@@ -35,9 +35,13 @@ KEYS += ("params-norm", "lm loss validation")
 
 @pytest.mark.feature("Layouts: GPT with experts trains to the same losses in any layout")
 def test_divided_experts_print_the_losses_of_one_process(tmp_path: Path) -> None:
-    alone = run_gpt(tmp_path / "alone", base=BASE)
-    found = run_gpt(tmp_path / "found", *LAYOUT.split(), base=BASE, world_size=4)
-    for key in KEYS:
+    base = [*BASE, "--moe-per-layer-logging"]
+    alone = run_gpt(tmp_path / "alone", base=base)
+    found = run_gpt(tmp_path / "found", *LAYOUT.split(), base=base, world_size=4)
+    loads = [f"moe/load_layer_{i}" for i in (1, 2, 3)]
+    assert all(1 <= load < 4 for key in loads for load in losses(alone, key))
+    assert "moe/load_layer_0" not in alone[0]
+    for key in (*KEYS, *loads):
         assert losses(alone, key)
         torch.testing.assert_close(
             torch.tensor(losses(found, key)),

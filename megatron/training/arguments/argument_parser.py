@@ -156,9 +156,9 @@ SYNONYMS = parse_table(
 --eval-iters | val-iters eval-batches limit-val-batches
 --log-interval | logging-steps log-every log-freq log-steps log-every-n-steps metrics.log-freq
 --tensorboard-dir | logging-dir log-dir tb-dir tensorboard-log-dir
---tensorboard-dir, --wandb-project or --metrics-file | report-to
+--tensorboard-dir, --wandb-project, --tracker or --metrics-file | report-to log-with
 --wandb-project | wandb use-wandb
---wandb-exp-name | run-name wandb-name wandb-run-name
+--wandb-exp-name or --tracker-run | run-name wandb-name wandb-run-name
 --num-layers | layers n-layer n-layers nlayers num-hidden-layers depth
 --hidden-size | hidden hidden-dim d-model dmodel n-embd embed-dim model-dim dim
 --num-attention-heads | heads n-head n-heads nheads num-heads num-attn-heads

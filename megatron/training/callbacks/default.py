@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 
 import torch.distributed as dist
 
@@ -27,8 +28,8 @@ from megatron.training.callbacks.progress_log import ProgressLog
 from megatron.training.callbacks.records import Sink, open_sink
 from megatron.training.callbacks.straggler import Straggler
 from megatron.training.callbacks.tensorboard import TensorBoardSink
+from megatron.training.callbacks.trackers import TRACKERS, TrackerSink
 from megatron.training.callbacks.user import user_callbacks
-from megatron.training.callbacks.wandb import WandbSink, wandb_folder
 from megatron.training.fault_tolerance import sections
 from megatron.training.models.registry import registered
 from megatron.training.process.rank_print import is_short
@@ -105,8 +106,8 @@ def _sinks(run: ModelRun) -> list[Sink]:
             f"TensorBoard log {config.logging.tensorboard_dir}",
             lambda: TensorBoardSink(config.logging, arguments, state.iteration),
         )
-    if config.logging.wandb_project:
-        folder = wandb_folder(config)
-        name = f"Weights & Biases run {config.logging.wandb_exp_name} in {folder}"
-        open_sink(sinks, name, lambda: WandbSink(config, arguments))
+    wandb = ["wandb"] if config.logging.wandb_project else []
+    for name in dict.fromkeys([*wandb, *config.logging.tracker]):
+        make = partial(TrackerSink, name, run, arguments)
+        open_sink(sinks, f"the log in {TRACKERS[name][1].title}", make)
     return sinks

@@ -1,8 +1,9 @@
 """Collect the metrics of each step and write them once to all sinks.
 
 Order of collectives in a step: timers for TensorBoard (one all-gather, if requested); at the
---log-interval a barrier and, with --log-energy, one all-reduce; after the line is printed, timers
-for the console (one all-gather).  All ranks take part; only the last rank has sinks.
+--log-interval a barrier and, with --log-energy, one all-reduce; with --moe-per-layer-logging the
+load of experts (one all-reduce); after the line is printed, timers for the console (one
+all-gather).  All ranks take part; only the last rank has sinks.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import device
 from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.diagnostics.energy import EnergyMonitor
 from megatron.core.diagnostics.timers import TENSORBOARD, largest_s
+from megatron.core.transformer.layer_layout import has_experts
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.routing import RoutingResult
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
 from megatron.training.callbacks.user import user_values
 from megatron.training.checkpointing.checkpointer import CheckpointEvent
@@ -69,6 +74,7 @@ class Metrics(Callback):
         self._in_loop = False
         self._pending: _PendingRecord | None = None
         self._evaluated_at: dict[tuple[str, str], int] = {}  # split and suffix -> iteration
+        self._expert_load: ExpertLoad | None = None
 
     def on_train_start(self, run: TrainingRun) -> None:
         if run.config.logging.log_throughput and run.is_last_loss_rank:
@@ -81,6 +87,8 @@ class Metrics(Callback):
                     f"TFLOP/s per rank (dense bf16 peak of {name})"
                 )
             print(f" > MFU{text}", flush=True)
+        if run.config.logging.moe_per_layer_logging and run.config.model.num_moe_experts:
+            self._expert_load = ExpertLoad(run)
         if self._energy is not None:
             self._energy.resume()
         run.timers(_INTERVAL_TIMER, log_level=0).start(barrier=True)
@@ -99,6 +107,7 @@ class Metrics(Callback):
             if is_due:
                 values |= step_values(run, result)
             values |= interval_tags(run, shown or {})
+            load = self._expert_load.read(run) if is_due and self._expert_load is not None else {}
             own = user_values(run, result, {*values, *result.losses, *(shown or {})})
             if shown is not None:
                 shown |= {tag: float(value) for tag, value in own.items()}
@@ -114,7 +123,7 @@ class Metrics(Callback):
                 self._pending = _PendingRecord(
                     record,
                     _copies(result.losses if is_due else {}),
-                    _copies({**result.layer_losses, **own} if is_due else {}),
+                    _copies({**result.layer_losses, **load, **own} if is_due else {}),
                 )
         if is_shown:
             self._write_pending()
@@ -289,6 +298,37 @@ def step_values(run: TrainingRun, result: StepResult) -> dict[str, float]:
             "mem-allocated-count": stats["allocated_count"],
         }
     return {tag: value for tag, value in values.items() if value is not None}
+
+
+class ExpertLoad:
+    """Load of the fullest expert of each layer: its tokens over the mean, 1 when balanced.
+
+    Counts the tokens of training steps at the routers of this rank.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        model = run.config.model
+        num_layers = model.num_layers + (model.mtp_num_layers or 0)
+        self._layers = [i for i in range(num_layers) if has_experts(model, i)]
+        assert model.num_moe_experts is not None, "the model has experts"
+        self._counts = torch.zeros(num_layers, model.num_moe_experts, device=device.current())
+        for chunk in run.model_chunks:
+            for module in chunk.modules():
+                if isinstance(module, TopKRouter):
+                    module.register_forward_hook(self._count)
+
+    def _count(self, router: TopKRouter, inputs: object, routing: RoutingResult) -> None:
+        if router.training and torch.is_grad_enabled():
+            self._counts[router.layer_number - 1] += routing.counts()
+
+    def read(self, run: TrainingRun) -> dict[str, Tensor]:
+        """Return tag -> load over the steps since the last call.  Collective over all ranks."""
+        total = self._counts.clone()
+        self._counts.zero_()
+        if run.groups.world.size() > 1:
+            dist.all_reduce(total, group=run.groups.world)
+        load = total.amax(1) / total.mean(1).clamp(min=1e-9)
+        return {f"moe/load_layer_{i}": load[i] for i in self._layers}
 
 
 _Sums = dict[str, tuple[Tensor | float, int]]

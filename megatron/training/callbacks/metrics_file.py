@@ -48,13 +48,7 @@ class MetricsFileSink(Sink):
     def write_eval(self, record: EvalRecord) -> None:
         line = _head(record.split, record)
         line["final"] = record.is_final
-        perplexities = record.perplexities
-        for key, loss in record.losses.items():
-            tag = f"{key} {record.split}{record.suffix}"
-            line[tag] = loss
-            if key in perplexities:
-                line[f"{tag} ppl"] = perplexities[key]
-        self._write(line)
+        self._write(line | record.tagged)
 
     def close(self) -> None:
         self._file.close()

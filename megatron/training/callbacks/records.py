@@ -53,6 +53,18 @@ class EvalRecord:
         losses = {key: loss for key, loss in self.losses.items() if key == _LIKELIHOOD}
         return {key: math.exp(min(loss, 20.0)) for key, loss in losses.items()}
 
+    @property
+    def tagged(self) -> dict[str, float]:
+        """TensorBoard tag -> value of all losses and perplexities."""
+        values = {}
+        perplexities = self.perplexities
+        for key, loss in self.losses.items():
+            tag = f"{key} {self.split}{self.suffix}"
+            values[tag] = loss
+            if key in perplexities:
+                values[f"{tag} ppl"] = perplexities[key]
+        return values
+
 
 class Sink(ABC):
     """A destination of records; its methods raise one of SINK_ERRORS when it cannot write.

@@ -30,7 +30,8 @@ class LoggingConfig:
     metrics_file: str | None = _logging(None, "JSON lines file that receives every logged metric.")
     moe_per_layer_logging: bool = option(
         False,
-        "Log the auxiliary losses of each MoE layer to TensorBoard, W&B and the metrics file.",
+        "Log the auxiliary losses of each MoE layer, and the load of its fullest expert (tokens "
+        "over the mean), to TensorBoard, trackers and the metrics file.",
         group="moe",
     )
     log_params_norm: bool = _logging(False, "Log the L2 norm of the parameters.")
@@ -78,8 +79,23 @@ class LoggingConfig:
     wandb_project: str = _logging(
         "", "Weights & Biases project; enables logging to it. Needs --wandb-exp-name."
     )
+    wandb_entity: str = _logging("", "Weights & Biases team or user that owns the project.")
     wandb_exp_name: str = _logging("", "Name of the run in Weights & Biases.")
     wandb_save_dir: str = _logging("", "Directory for Weights & Biases' own files.")
+    tracker: tuple[str, ...] = _logging(
+        (),
+        "Experiment trackers that receive all values of TensorBoard, next to Weights & Biases "
+        "(--wandb-project). Their environment variables, such as MLFLOW_TRACKING_URI, set servers "
+        "and keys.",
+        nargs="+",
+        choices=("mlflow", "trackio", "comet", "clearml"),
+    )
+    tracker_project: str | None = _logging(
+        None, "Project (MLflow: experiment) in the trackers of --tracker; default: the client's."
+    )
+    tracker_run: str | None = _logging(
+        None, "Name of the run in the trackers of --tracker; default: the client's."
+    )
     logging_level: int | None = _logging(
         None, "Level of Python's logging: 10 debug, 20 info, 30 warning, 40 error."
     )

@@ -14,18 +14,17 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.core.config.errors import MissingDependency
 from megatron.core.diagnostics import timers as timers_module
 from megatron.training.callbacks import metrics as metrics_module
-from megatron.training.callbacks import wandb as wandb_sink
+from megatron.training.callbacks import trackers
 from megatron.training.callbacks.console import ConsoleSink
 from megatron.training.callbacks.metrics import Metrics
 from megatron.training.callbacks.metrics_file import MetricsFileSink
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord, open_sink
 from megatron.training.callbacks.tensorboard import TensorBoardSink
-from megatron.training.callbacks.wandb import WandbSink
+from megatron.training.callbacks.trackers import TrackerSink
 from megatron.training.step.run import CallbackList, EvalResult
-from tests.support.callback_calls import fake_run, run_config, step_result
+from tests.support.callback_calls import fake_run, step_result
 from tests.support.log_parser import TrainingLine, ValidationLine, parse_log
 
 
@@ -313,16 +312,22 @@ def test_the_evaluation_at_the_end_is_written_once(
     """It repeats that of the last step, which is in each file already; the console shows both."""
     logged: list[dict[str, Any]] = []
     fake = SimpleNamespace(
-        init=lambda **_: None, log=lambda values, step: logged.append(values), finish=lambda: None
+        init=lambda **_: None,
+        log=lambda values, step: logged.append(values),
+        finish=lambda: None,
+        run=SimpleNamespace(id="1"),
     )
-    monkeypatch.setattr(wandb_sink, "require", lambda package, wanted_by: fake)
-    run = fake_run(f"--tensorboard-dir {tmp_path / 'tb'} --wandb-project p --wandb-exp-name e")
+    monkeypatch.setattr(trackers, "require", lambda package, wanted_by: fake)
+    run = fake_run(
+        f"--tensorboard-dir {tmp_path / 'tb'} --wandb-project p --wandb-exp-name e "
+        f"--wandb-save-dir {tmp_path}"
+    )
     metrics = Metrics(
         sinks_of(
             ConsoleSink,
             lambda: MetricsFileSink(str(tmp_path / "m.jsonl"), 0),
             lambda: TensorBoardSink(run.config.logging, {}, 0),
-            lambda: WandbSink(run.config, {}),
+            lambda: TrackerSink("wandb", run, {}),
         )
     )
     losses = {"lm loss": 2.0}
@@ -373,47 +378,6 @@ def test_losses_of_single_layers_are_in_the_files_and_not_in_the_line(
     board = scalars(tmp_path / "tb")
     assert board[tag] == [(1, 1.5)]
     assert f"{tag} vs samples" not in board
-
-
-@pytest.mark.feature("Logging: Weights & Biases")
-def test_wandb_gets_the_numbers_under_their_tags(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-    fake = SimpleNamespace(
-        Error=RuntimeError,
-        init=lambda **settings: calls.append(settings),
-        log=lambda values, step: calls.append((step, values)),
-        finish=lambda: calls.append("finish"),
-    )
-    monkeypatch.setattr(wandb_sink, "require", lambda package, wanted_by: fake)
-    run = fake_run(
-        f"--wandb-project p --wandb-exp-name e --wandb-save-dir {tmp_path} --log-interval 2"
-    )
-    sinks = sinks_of(lambda: WandbSink(run.config, {"lr": 1e-3}))
-    metrics = Metrics(sinks)
-    callbacks = CallbackList([metrics])
-    assert callbacks.writers() == {"wandb": fake}
-    metrics.on_train_start(run)
-    step(run, metrics)
-    metrics.on_eval_end(run, EvalResult(losses={"lm loss": 0.0}, set_index=1))
-    metrics.close()
-    init, (iteration, values), (_, evaluation), end = calls
-    assert init == {"dir": str(tmp_path), "name": "e", "project": "p", "config": {"lr": 1e-3}}
-    assert iteration == 1
-    assert values["lm loss"] == 6.25
-    assert values["learning-rate"] == 1e-3
-    assert values["samples vs steps"] == 8
-    assert evaluation == {"lm loss validation-1": 0.0, "lm loss validation-1 ppl": 1.0}
-    assert end == "finish"
-
-
-def test_wandb_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "megatron.core.optional.why_missing", lambda package: f"{package} is not installed"
-    )
-    with pytest.raises(MissingDependency, match=r"--wandb-project: wandb is not installed; pip"):
-        WandbSink(run_config("--wandb-project p --wandb-exp-name e"), {})
 
 
 def test_a_step_is_written_after_the_next_one_was_launched_or_before_a_pause() -> None:

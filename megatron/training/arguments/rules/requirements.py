@@ -98,7 +98,8 @@ _FLAGS_NEEDED = parse_table(
 --async-save | async_save_when_busy
 --load | no_load_optim no_load_rng use_checkpoint_opt_param_scheduler
 --use-checkpoint-args | use_tokenizer_model_from_checkpoint_args
---wandb-project | wandb_exp_name wandb_save_dir
+--wandb-project | wandb_entity wandb_exp_name wandb_save_dir
+--tracker | tracker_project tracker_run
 --log-straggler | disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count
 --enable-ft-package and --save | calc_ft_timeouts
 --profile | profile_step_start profile_step_end profile_ranks use_pytorch_profiler
