@@ -39,12 +39,12 @@ from tools.checkpoint import convert as checkpoint_convert
 GOLDEN = Path(__file__).parent / "examples.json"
 # Whole ways from text to a trained model, and what they share: test_quickstart.py runs them.
 WHOLE_WAYS = {"quickstart.sh", "common.sh"}
-# Those of fault_tolerance start tools/launch.py: test_fault_tolerance_examples.py.  Those of
+# Those of clusters start tools/launch.py: test_cluster_jobs.py.  Those of
 # post_training run from text to a model: test_rl_example.py, test_post_training_examples.py.
 ALL = sorted(
     str(path.relative_to(ROOT / "examples"))
     for path in ROOT.glob("examples/**/*.sh")
-    if path.name not in WHOLE_WAYS and path.parent.name not in ("fault_tolerance", "post_training")
+    if path.name not in WHOLE_WAYS and path.parent.name not in ("clusters", "post_training")
 )
 SCRIPTS = [script for script in ALL if not script.startswith("inference/")]
 
