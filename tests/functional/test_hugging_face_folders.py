@@ -14,9 +14,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, DataError
 from megatron.core.dist_checkpointing.formats import open_reader
-from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.generation import GenerationLayout
-from megatron.inference.llm import LLM
 from megatron.training.arguments.input_files import take_splits_of_dataset
 from megatron.training.arguments.parser import parse_args
 from megatron.training.checkpointing.model_folder_args import (
@@ -28,6 +26,7 @@ from megatron_commands import command_line
 from tests.golden.make_sft_losses import conversations, write_model
 from tests.repo.source import ROOT
 from tests.support import tolerances
+from tests.support.generation_ranks import score
 from tests.support.pages import commands_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import defaults_of, losses, refusal, run_gpt
@@ -64,18 +63,8 @@ def write_case(folder: Path, case: str) -> None:
     models.write(folder, case, **{"n_layer" if case == "gpt2" else "num_hidden_layers": 2})
 
 
-def our_scores(
-    rank: int, world_size: int, folder: str, prompts: list[list[int]], layout: GenerationLayout
-) -> list[list[float]]:
-    """Return the log-probability of each token after the first, by this program."""
-    llm = LLM.load(folder, device_kind="cpu", layout=layout)
-    params = SamplingParams(num_tokens_to_generate=1, return_prompt_log_probs=True)
-    answers = llm.generate(prompts, params)
-    return [[float(token.log_prob or 0.0) for token in a.prompt_scores] for a in answers]
-
-
 def their_scores(folder: Path) -> Tensor:
-    """Return the same by `transformers`, which must not complain about the folder."""
+    """Return the log-probs of `score` by `transformers`, which must not complain of the folder."""
     logits, said = models.logits_of(folder, PROMPTS)
     assert said == ""
     return logits[:, :-1].log_softmax(-1).gather(-1, PROMPTS[:, 1:, None]).squeeze(-1)
@@ -83,7 +72,7 @@ def their_scores(folder: Path) -> Tensor:
 
 def assert_same_scores(ours: Path, theirs: Tensor, layout: str = "1 rank") -> None:
     ranks, sizes = LAYOUTS[layout]
-    found, *_ = run_ranks(our_scores, ranks, str(ours), PROMPTS.tolist(), sizes)
+    found, *_ = run_ranks(score, ranks, str(ours), PROMPTS.tolist(), sizes)
     torch.testing.assert_close(torch.tensor(found), theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.generation import GenerationLayout, open_writer
+from megatron.inference.llm import LLM
 
 
 def generate(
@@ -28,3 +29,13 @@ def generate(
     ).values()
     writer.engine.close()
     return [([t.token for t in text], [t.log_prob for t in text]) for text in answers]
+
+
+def score(
+    rank: int, world_size: int, folder: str, prompts: list[list[int]], layout: GenerationLayout
+) -> list[list[float]]:
+    """Return the log-probability of each token of ``prompts`` after the first."""
+    llm = LLM.load(folder, device_kind="cpu", layout=layout)
+    params = SamplingParams(num_tokens_to_generate=1, return_prompt_log_probs=True)
+    answers = llm.generate(prompts, params)
+    return [[float(token.log_prob or 0.0) for token in a.prompt_scores] for a in answers]
