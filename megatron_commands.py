@@ -46,7 +46,7 @@ def command_line(words: Sequence[str]) -> list[str]:
 
     Its name in `megatron-train` is the first word, or ``train`` of the file of --config.
     """
-    if words[:1] == ["recipes"]:
+    if words[:1] == ["recipes"] and words[1:]:
         return [program("examples/recipes/copy_recipes.py"), *words[1:]]
     name = words[0] if words and words[0] in PROGRAMS and not Path(words[0]).exists() else None
     flags = [*words[1:]] if name else [*words]
@@ -94,6 +94,9 @@ def train() -> None:
     words = sys.argv[1:]
     if words[:1] == ["completion"]:
         print(completion(*words[1:2] or ["bash"]))
+    elif words == ["recipes"]:
+        for name, path in sorted(_recipes().items()):
+            print(f"{name:22}{Path(path).read_text().splitlines()[0].removeprefix('# ')}")
     elif (command := command_line(words)) != words:
         _replace_process(command)
     else:

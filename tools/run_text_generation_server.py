@@ -57,7 +57,7 @@ _READ = (
     "--expert-model-parallel-size",
     "--expert-tensor-parallel-size",
     "--use-checkpoint-args",
-    "--yaml-cfg",
+    "--config",
     "--max-tokens-to-oom",
     "--no-inference-prefix-cache",
     "--port",
@@ -261,7 +261,7 @@ def warnings_of(words: Sequence[str]) -> list[str]:
     if of_requests:
         out.append(f"{', '.join(of_requests)}: without effect, each request has its own values")
     flags = [flag for flag in flags if not flag.startswith("--inference-")]
-    others = sorted({*flags} - {*_OF_REQUESTS, *_READ, *of_tokenizer})
+    others = sorted({*flags} - {*_OF_REQUESTS, *_READ, "--yaml-cfg", *of_tokenizer})
     if others:
         out.append(
             f"{', '.join(others)}: without effect, model and tokenizer are those of the checkpoint"

@@ -45,7 +45,7 @@ _READ = (
     "--expert-tensor-parallel-size",
     "--use-checkpoint-args",
     "--no-inference-prefix-cache",
-    "--yaml-cfg",
+    "--config",
     "--seed",
 )
 
@@ -220,7 +220,8 @@ def warn_of_flags(words: Sequence[str]) -> None:
     own = add_flags(argparse.ArgumentParser())
     given = {word.partition("=")[0] for word in words if word.startswith("--")}
     known = {flag for action in own._actions for flag in action.option_strings}
-    others = sorted(f for f in given - known - {*_READ} if not f.startswith("--inference-"))
+    known |= {*_READ, "--yaml-cfg"}
+    others = sorted(flag for flag in given - known if not flag.startswith("--inference-"))
     if others:
         print(
             f"WARNING: {', '.join(others)}: without effect, model and tokenizer are those of the "

@@ -1,6 +1,5 @@
-"""List the recipes, or write them with example data and tiny models into a folder.
+"""Write the recipes with example data and tiny models into a folder.
 
-    megatron-train recipes            names and what they do
     megatron-train recipes FOLDER     FOLDER/*.yaml, FOLDER/data, FOLDER/tiny, FOLDER/tiny-vl
 
 The tiny models have random weights and a token for each byte: with `--load tiny` a recipe runs in a
@@ -21,6 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
+
+from megatron.core.optional import require
+
+COMMAND = "megatron-train recipes"
 HERE = Path(__file__).resolve().parent
 PREPROCESS = HERE.parents[1] / "tools" / "preprocess_data.py"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
@@ -70,23 +76,18 @@ NUM_PICTURES = 32
 
 
 def main() -> None:
-    """List or write."""
+    """Write everything."""
     parser = argparse.ArgumentParser(
-        prog="megatron-train recipes",
+        prog=COMMAND,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, nargs="?", help="a new folder")
-    folder: Path | None = parser.parse_args().folder
-    recipes = sorted(HERE.glob("*.yaml"), key=lambda path: path.stem)
-    if folder is None:
-        for path in recipes:
-            print(f"{path.stem:22}{path.read_text().splitlines()[0].removeprefix('# ')}")
-        return
+    parser.add_argument("folder", type=Path, help="a new folder")
+    folder: Path = parser.parse_args().folder
     if folder.exists() and any(folder.iterdir()):
         parser.error(f"{folder} has files: name a new folder")
     shutil.copytree(HERE / "data", folder / "data", ignore=shutil.ignore_patterns("__*"))
-    for path in recipes:
+    for path in HERE.glob("*.yaml"):
         shutil.copy(path, folder)
     for name, config in (("tiny", TINY), ("tiny-vl", TINY_VL)):
         write_tokenizer(folder / name)
@@ -98,12 +99,12 @@ def main() -> None:
 
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer with a token for each byte, and a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    rules = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
-    rules.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    rules.decoder = decoders.ByteLevel()
+    library = require("tokenizers", COMMAND)
+    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    bytes_alone = library.models.BPE({token: i for i, token in enumerate(alphabet)}, [])
+    rules = library.Tokenizer(bytes_alone)
+    rules.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rules.decoder = library.decoders.ByteLevel()
     rules.add_special_tokens([*SPECIAL])
     folder.mkdir(parents=True)
     rules.save(str(folder / "tokenizer.json"))
@@ -118,16 +119,15 @@ def write_tokenizer(folder: Path) -> None:
 
 def write_model(folder: Path, config: dict[str, Any]) -> None:
     """Write config.json and random weights."""
-    import torch
-    from safetensors.torch import save_file
-
     torch.manual_seed(1)
     weights = {}
     shapes = [*text_shapes(config), *vision_shapes(config.get("vision_config"))]
     for name, shape in shapes:
         is_scale = name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight"))
         weights[name] = (torch.ones(shape) if is_scale else torch.randn(shape) * 0.05).bfloat16()
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    require("safetensors.torch", COMMAND).save_file(
+        weights, folder / "model.safetensors", {"format": "pt"}
+    )
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 

@@ -51,6 +51,7 @@ def test_flags_of_a_training_script_are_accepted_and_named():
     words = "--load ck --num-layers 24 --fp16 --vocab-file v --top_k 1 --max-batch-size 4".split()
     args = build_parser(add_server_flags).parse_args(words)
     assert model_flags(args) == {}
+    assert warnings_of(["--config", "a", "--yaml-cfg=a"]) == []
     of_requests, of_model = warnings_of(words)
     assert of_requests.startswith("--top_k: without effect")
     assert of_model.startswith("--fp16, --num-layers, --vocab-file: without effect")

@@ -51,7 +51,7 @@ BUDGETS: dict[str, int] = {
     "post_training/rl": 7300,
     "post_training/sft": 3750,
     "training": 6550,
-    "training/arguments": 20370,
+    "training/arguments": 21050,
     "training/callbacks": 11920,
     "training/checkpointing": 13450,
     "training/compat": 3900,
