@@ -209,8 +209,9 @@ def program_of(words: Sequence[str], *, log_only: bool = False) -> Program:
         )
     launcher = launcher or [python, "-m", "torch.distributed.run"]
     folders = Path(words[0]).resolve().parents
-    home = next((folder for folder in folders if (folder / "megatron/core").is_dir()), ROOT)
-    is_ours = not log_only and (home / "megatron/training/step/train_step.py").exists()
+    home = next((folder for folder in folders if (folder / "megatron/core").is_dir()), None)
+    is_other = home is not None and not (home / "megatron/training/step/train_step.py").exists()
+    is_ours = not (log_only or is_other)
     return Program(words[0], words[1:], python, launcher, processes, environ, is_ours)
 
 
