@@ -21,7 +21,9 @@ FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.
 # tools/dev/library_projects.py starts these in environments that have what they import.
 FILES = [path for path in FILES if not path.match("tools/dev/lib/library_*.py")]
 FILES += [path for path in sorted(ROOT.glob("*.py")) if path.name != "setup.py"]
-IS_MODULE = {path: path.parent.name == "lib" or path.name == "common.py" for path in FILES}
+IS_MODULE = {
+    path: path.parent.name in ("lib", "data") or path.name == "common.py" for path in FILES
+}
 PROGRAMS = [str(path.relative_to(ROOT)) for path in FILES if not IS_MODULE[path]]
 
 
