@@ -36,7 +36,7 @@ model="--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
     --max-position-embeddings 64 --micro-batch-size 2 --lr 1e-3 --mock-data --eval-iters 0
     --tokenizer-type NullTokenizer --vocab-size 100 --log-interval 1 --save ckpt --load ckpt"
 
-# run NAME COMMAND: sets `result` to "NAME ok" or "NAME FAILED".
+# run NAME COMMAND: writes NAME.log and sets `result` to ok or FAILED.
 run() {
     local name=$1
     if "${@:2}" >"$name.log" 2>&1; then result=ok; else result=FAILED; fi
@@ -65,7 +65,7 @@ for version in $pythons; do
         run compiled "$bin/python" -c "import megatron.core.datasets.helpers_cpp, megatron.core.kernels_cpp"
         cells+=("$result")
         # shellcheck disable=SC2086  # words
-        run train "$bin/megatron-train" gpt $model --train-iters 2
+        run train "$bin/megatron-train" gpt $model --train-iters 4 --exit-interval 2
         cells+=("$result")
         # shellcheck disable=SC2086
         run resume "$bin/megatron-train" gpt $model --train-iters 4
