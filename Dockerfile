@@ -5,7 +5,9 @@
 #   docker run --rm --gpus all --ipc host -v "$PWD:/work" megatron-train:cuda megatron-train gpt ...
 #
 # PyTorch's wheels for GPUs contain CUDA: the machine needs only a driver and NVIDIA's container
-# toolkit.  --ipc host: NCCL and the workers of data loaders use shared memory.
+# toolkit.  --ipc host: NCCL and the workers of data loaders use shared memory.  The jobs of
+# tools/cluster_job.py start it with the project in a folder of theirs; add ft to EXTRAS for
+# NVIDIA's rank monitor.
 
 FROM python:3.12-slim-bookworm AS build
 RUN apt-get update \
@@ -26,5 +28,7 @@ RUN apt-get update \
 COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" "${TORCH}" \
     && pip install --no-cache-dir "$(ls /wheels/*.whl)[${EXTRAS}]"
+# The last collectives are written when one hangs; output is not held back.
+ENV PYTHONUNBUFFERED=1 TORCH_FR_BUFFER_SIZE=2000
 WORKDIR /work
 CMD ["megatron-train", "gpt", "--help"]
