@@ -43,6 +43,7 @@ async def answer_pause(service: Service, request: Any, body: Body) -> Any:
     fields.refuse_others()
     service.client.refuses_requests = mode != "keep"  # at once: none comes between
     await service.client.ask("pause", _TIMEOUT_S, mode=mode, clears=clears)
+    service.client.refuses_requests = mode != "keep"  # an earlier /resume may be answered by now
     return json_answer({"status": "paused"})
 
 
@@ -94,6 +95,7 @@ async def answer_unload_adapter(service: Service, request: Any, body: Body) -> A
     if service.adapters.pop(name, None) is None:
         raise ApiError(f"lora_name: no adapter is called {name}", "lora_name", status=404)
     await service.client.ask("unload_adapter", _TIMEOUT_S, name=name)
+    service.adapters.pop(name, None)  # an earlier load may be answered by now
     return responses.PlainTextResponse(f"adapter {name} is removed")
 
 

@@ -28,6 +28,14 @@ from megatron.core.inference.paged_engine.request import (
 )
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server import engine_link
+from megatron.inference.server.control_api import (
+    CONTROL,
+    RUNTIME_ADAPTERS,
+    answer_load_adapter,
+    answer_pause,
+    answer_resume,
+    answer_unload_adapter,
+)
 from megatron.inference.server.engine_link import (
     EngineClient,
     EngineDied,
@@ -418,3 +426,48 @@ def test_an_engine_that_does_not_answer_is_named(caplog):
 
     asyncio.run(watch_engine(Stopped(), 0.0))
     assert f"rank 0 (process {os.getppid()}), which holds the engine, has not" in caplog.text
+
+
+class OrderedEngine:
+    """Answers in the order in which it was asked, when ``answer_all`` is called."""
+
+    def __init__(self) -> None:
+        self.refuses_requests = False
+        self._waiting: list[asyncio.Future[dict[str, object]]] = []
+
+    async def ask(self, kind: str, timeout_s: float, **content: object) -> dict[str, object]:
+        self._waiting.append(asyncio.get_running_loop().create_future())
+        return await self._waiting[-1]
+
+    def answer_all(self) -> None:
+        for answer in self._waiting:
+            answer.set_result({})
+
+
+def test_the_front_end_agrees_with_an_engine_that_two_clients_control_at_once() -> None:
+    features = (CONTROL, RUNTIME_ADAPTERS)
+    info = SimpleNamespace(model="m", features=features)
+    request = SimpleNamespace(query_params={})
+
+    async def both(first, second, *bodies) -> SimpleNamespace:
+        engine = OrderedEngine()
+        service = SimpleNamespace(
+            client=engine, model=SimpleNamespace(info=info), adapters={"a": "old"}
+        )
+        tasks = [
+            asyncio.ensure_future(call(service, request, body))
+            for call, body in zip((first, second), bodies, strict=True)
+        ]
+        await asyncio.sleep(0)
+        engine.answer_all()
+        await asyncio.gather(*tasks)
+        return service
+
+    load = {"lora_name": "a", "lora_path": "new", "load_inplace": True}
+    unload = {"lora_name": "a"}
+    found = asyncio.run(both(answer_load_adapter, answer_unload_adapter, load, unload))
+    assert found.adapters == {}
+    found = asyncio.run(both(answer_unload_adapter, answer_load_adapter, unload, load))
+    assert found.adapters == {"a": "new"}
+    assert asyncio.run(both(answer_resume, answer_pause, {}, {})).client.refuses_requests
+    assert not asyncio.run(both(answer_pause, answer_resume, {}, {})).client.refuses_requests
