@@ -212,7 +212,9 @@ def test_training_ends_with_the_weights_of_the_best_evaluation(
         assert names == {"hf", "hf-step-6"} | ({"hf-step-9"} if folder == whole else set())
     their_scores(whole / "hf-step-9")
     assert_same_scores(other / "ours" / "iter_0000006", their_scores(other / "hf"))
-    again = overfit(other, chat)  # which adds to the rows
+    best = other / "ours" / "iter_0000006"
+    best.rename(tmp_path / "gone")
+    again = overfit(other, chat)  # which adds to the rows, and ends without the best step
     assert losses(again) == losses(resumed), "the run had ended"
 
 

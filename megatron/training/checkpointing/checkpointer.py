@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from megatron.core.dist_checkpointing.background import (
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
 from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX, SavePlan
+from megatron.core.parallel.collectives import broadcast_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.peft.lora import store_base
@@ -94,6 +96,7 @@ class Checkpointer:
         self.started_from = loaded.started_from
         run.timers.log(["load-checkpoint"])
         run.state.load(dict(loaded.counters))
+        self._forget_unsaved_best(run)
         run.objective.saved = loaded.objective_state
         self.loaded_from = loaded.folder
         exit_report.note(loaded_iteration=loaded.iteration, iteration=loaded.iteration)
@@ -106,6 +109,7 @@ class Checkpointer:
     @in_phase("loading a checkpoint")
     def load_best(self, run: RunContext, parts: RunParts) -> None:
         """Load the weights of the best step of --save-best, unless this step is the best one."""
+        self._forget_unsaved_best(run)
         config, best = run.config.checkpoint, run.state.best_iteration
         if best in (0, run.state.iteration):
             return
@@ -116,6 +120,16 @@ class Checkpointer:
             tensors = of_adapters(tensors)
         load(folder, tensors, run.groups.world, leave_out=(*parts.unused, OPTIMIZER_PREFIX))
         print_rank_0(f"  loaded the weights of the best iteration, {best}, from {folder}")
+
+    def _forget_unsaved_best(self, run: RunContext) -> None:
+        """Forget the best step unless --save has it: the run may have begun elsewhere."""
+        config, state = run.config.checkpoint, run.state
+        if not config.save_best or config.save is None or state.best_iteration == 0:
+            return
+        folder = checkpoint_folder(config.save, state.best_iteration)
+        if not broadcast_json(os.path.isdir(folder), run.groups.world):
+            print_rank_0(f"WARNING: the best evaluation is forgotten: there is no {folder}")
+            state.best_iteration = 0
 
     def save(
         self,
