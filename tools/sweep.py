@@ -74,9 +74,13 @@ class Run:
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         self._note(None, seconds)
         with (self.folder / "log.txt").open("a") as log:
-            code = subprocess.run(
-                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ
-            ).returncode
+            try:
+                code = subprocess.run(
+                    self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ
+                ).returncode
+            except OSError as error:
+                code = 127  # of a shell for a program that it cannot start
+                print(f"error: {self.command[0]}: {error.strerror}", file=log)
         self._note(code, seconds + time.monotonic() - began_s)
         return code
 
@@ -106,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     form.add_argument("--table", action="store_true", help="start nothing, print the table")
     options = parser.parse_args(argv)
+    if options.jobs < 1 or options.gpus_per_run < 0:
+        parser.error("--jobs must be 1 or more, --gpus-per-run 0 or more")
     try:
         runs, metrics = read_sweep(options.sweep)
     except (ConfigError, MissingDependency) as error:
@@ -138,9 +144,14 @@ def read_sweep(path: Path) -> tuple[list[Run], Sequence[str]]:
             f"{path} must have command and folder, and may have grid, runs and metric; it has "
             f"{', '.join(map(str, keys)) or repr(sweep)}"
         )
-    words = shlex.split(sweep["command"])
+    try:
+        words = shlex.split(str(sweep["command"] or ""))
+    except ValueError as error:
+        raise ConfigError(f"{path}: command cannot be split into words: {error}") from None
+    if not words:
+        raise ConfigError(f"{path}: command is empty")
     words[0] = sys.executable if words[0] == "python" else words[0]
-    runs = [run_of(Path(sweep["folder"]), words, flags) for flags in combinations(path, sweep)]
+    runs = [run_of(Path(str(sweep["folder"])), words, flags) for flags in combinations(path, sweep)]
     if len({run.name for run in runs}) < len(runs):
         raise ConfigError(f"{path} has the same run twice: remove one of them")
     return runs, [sweep["metric"]] if "metric" in sweep else METRICS
@@ -149,6 +160,8 @@ def read_sweep(path: Path) -> tuple[list[Run], Sequence[str]]:
 def combinations(path: Path, sweep: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the flags of each run: each of ``runs`` with each combination of ``grid``."""
     grid, runs = sweep.get("grid") or {}, sweep.get("runs") or [{}]
+    if not isinstance(grid, dict) or not isinstance(runs, list):
+        raise ConfigError(f"{path}: grid must have flags with lists of values, runs be a list")
     for flag, values in grid.items():
         if not isinstance(values, list):
             raise ConfigError(f"{path}: {flag} of grid has {values!r} in place of a list of values")

@@ -74,6 +74,10 @@ def test_all_combinations_of_the_grid_with_each_run_of_the_list(tmp_path: Path) 
         ("command: a\nfolder: b\nruns: [lr]\n", "runs has 'lr' in place of flags with values"),
         ("command: a\nfolder: b\ngrid: {lr: [1, 1]}\n", "the same run twice"),
         ("command: [", "cannot be read"),
+        ("command: a 'b\nfolder: b\n", "split into words: No closing quotation"),
+        ("command:\nfolder: b\n", "command is empty"),
+        ("command: a\nfolder: b\ngrid: 5\n", "grid must have flags"),
+        ("command: a\nfolder: b\nruns: {lr: 5}\n", "runs be a list"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -111,6 +115,19 @@ def test_a_sweep_ends_with_a_table_and_repeats_only_what_failed(
     assert json.loads(Path("out/lr=0/status.json").read_text())["code"] == 0
     assert sweep.main([str(path), "--table"]) == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("lr=0")
+
+
+def test_a_program_that_is_missing_fails_its_runs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path, "command: ./none.py\nfolder: out\ngrid: {lr: [1, 2]}\n")
+    assert sweep.main([str(path)]) == 1
+    said = capsys.readouterr().out
+    assert said.count("failed: error: ./none.py: No such file or directory") == 2
+    for flags in (["--jobs", "0"], ["--gpus-per-run", "-1"]):
+        with pytest.raises(SystemExit):
+            sweep.main([str(path), *flags])
 
 
 def test_an_unknown_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
