@@ -12,6 +12,7 @@ restarts the run after failures (docs/fault_tolerance.md).
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from megatron.core.optional import require
 
 PORT = 29400
 SAVE_S = 240  # for the last save after a signal
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
 USER_ERRORS = [2, 65]  # exit codes that no restart cures: flags, damaged data
 
 
@@ -113,11 +115,17 @@ def read_job(path: Path) -> Job:
             values[name] = int(values[name])
         job = Job(**values)
         low, high = int(job.nodes.split(":")[0]), int(job.nodes.split(":")[-1])
+        words = shlex.split(job.command)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} has a wrong number: {error}") from error
+        raise ConfigError(f"{path} has a wrong value: {error}") from error
     if not 1 <= low <= high:
         raise ConfigError(f"{path}: nodes {job.nodes} must be N or MIN:MAX, at least 1")
-    words = shlex.split(job.command)
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{,61}[a-z0-9])?", job.name):  # Kubernetes' rule
+        raise ConfigError(f"{path}: name {job.name!r} must have only a-z, 0-9 and - between them")
+    if job.hours < 1 or job.spare_nodes < 0 or job.gpus_per_node < 1:
+        raise ConfigError(f"{path}: hours and gpus_per_node must be 1 or more, spare_nodes 0")
+    if not isinstance(job.environment, dict) or not all(map(_VARIABLE.fullmatch, job.environment)):
+        raise ConfigError(f"{path}: environment must have names of variables with their values")
     saves = words[words.index("--save") + 1] if "--save" in words[:-1] else None
     if saves != job.checkpoints:
         raise ConfigError(
