@@ -57,7 +57,7 @@ def read_text(
     if not file.is_file():
         raise error(f"{what}: no such file; give {needed}")
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # editors of Windows write a mark
     except UnicodeDecodeError as problem:
         raise error(f"{what}: not UTF-8 text ({problem}); save it as UTF-8") from None
     except OSError as problem:

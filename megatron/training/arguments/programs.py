@@ -41,7 +41,10 @@ PROGRAMS = {
     "vlm": Program("pretrain_vlm.py", {}, "a model that reads images and text"),
     "vision": Program("pretrain_vision_classify.py", {}, "a classifier of images"),
 }
-_TRAIN = re.compile(r"""^ ?["']?train["']?\s*:[ "']*([\w.-]+)""", re.MULTILINE)
+# At the beginning of a line; in JSON also after spaces or the first bracket.
+_TRAIN = re.compile(
+    r"""(?:^ ?["']?|^\ufeff?\s*\{?\s*"|\A\ufeff)train["']?\s*:[ "']*([\w.-]+)""", re.MULTILINE
+)
 
 
 def name_in(text: str) -> str | None:

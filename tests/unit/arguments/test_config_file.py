@@ -171,6 +171,19 @@ def test_the_key_train_sets_the_objective_and_the_file_its_values(
     assert parse_args(argv=["--config", str(file)]).dpo_beta == 0.3
 
 
+@pytest.mark.parametrize("indent", [None, 0, 1, 2, 4, "\t"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_train_is_found_in_json_of_any_form_and_after_a_byte_order_mark(
+    tmp_path: Path, indent: int | str | None, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py"])
+    file = tmp_path / "run.json"
+    file.write_text(mark + json.dumps({"train": "sft", "seed": 5}, indent=indent))
+    assert name_in(file.read_text()) == name_in(f"{mark}train: sft\nseed: 5\n") == "sft"
+    assert parse_args(argv=["--config", str(file)]).sft
+    assert name_in("note: |\n  train: sft\nbase: {train: sft}\n") is None
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
