@@ -220,7 +220,8 @@ class TrackerSink(Sink):
         # import late: only the rank that writes needs it
         client = require(package, "--wandb-project" if is_wandb else f"--tracker {name}")
         save = run.config.checkpoint.save
-        run_id = _saved_ids(save).get(name) if _goes_on(run) else None
+        with _as_sink_failed(f" ({save}/{IDS} is damaged: delete it to start anew)"):
+            run_id = _saved_ids(save).get(name) if _goes_on(run) else None
         start = Start(
             project=(logging.wandb_project if is_wandb else logging.tracker_project) or None,
             name=(logging.wandb_exp_name if is_wandb else logging.tracker_run) or None,
@@ -233,7 +234,8 @@ class TrackerSink(Sink):
         with _as_sink_failed(cure):
             self._tracker = tracker(client, start)
         if save is not None and self._tracker.run_id != run_id:
-            _save_id(save, name, self._tracker.run_id)
+            with _as_sink_failed(f" ({save}/{IDS} cannot be written)"):
+                _save_id(save, name, self._tracker.run_id)
         self._waiting: Queue[tuple[dict[str, float], int] | None] = Queue(MAX_WAITING)
         self._error: SinkFailed | None = None
         self._thread = threading.Thread(target=self._send, name=tracker.title, daemon=True)

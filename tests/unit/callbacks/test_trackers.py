@@ -146,6 +146,15 @@ def test_a_run_that_cannot_be_continued_is_named(
         TrackerSink("mlflow", run, {})
 
 
+@pytest.mark.parametrize("text", ["", "[1]", '{"mlflow": "x", ', "\x00"])
+def test_a_damaged_file_of_ids_switches_the_tracker_off(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trackers.json").write_text(text)
+    run = fake_run(f"--tracker mlflow --save {tmp_path} --load {tmp_path}")
+    run.state.iteration = 2
+    with pytest.raises(SinkFailed, match=r"trackers.json is damaged: delete it"):
+        TrackerSink("mlflow", run, {})
+
+
 def test_a_package_that_is_missing_is_named_with_its_flag_and_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
