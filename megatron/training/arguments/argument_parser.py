@@ -149,6 +149,9 @@ SYNONYMS = parse_table(
 --save | output-dir save-dir save-path out-dir checkpoint.folder save-checkpoint
 --save and --load | checkpoint-dir checkpoint-path ckpt-dir
 --keep-last-checkpoints | save-total-limit
+--save-best | load-best-model-at-end
+--best-metric | metric-for-best-model
+--no-save-optim | save-only-model
 --save-interval | save-strategy save-steps save-every save-freq checkpoint-interval
     checkpoint.interval
 --eval-interval | eval-strategy evaluation-strategy eval-steps eval-every eval-freq val-interval
@@ -158,6 +161,10 @@ SYNONYMS = parse_table(
 --tensorboard-dir | logging-dir log-dir tb-dir tensorboard-log-dir
 --tensorboard-dir, --wandb-project, --tracker or --metrics-file | report-to log-with
 --wandb-project | wandb use-wandb
+--tracker mlflow and --tracker-project | mlflow mlflow-experiment-name mlflow-experiment
+--dpo-beta | beta
+--grpo-group-size | num-generations
+--sequence-parallel | sp
 --wandb-exp-name or --tracker-run | run-name wandb-name wandb-run-name
 --num-layers | layers n-layer n-layers nlayers num-hidden-layers depth
 --hidden-size | hidden hidden-dim d-model dmodel n-embd embed-dim model-dim dim
@@ -210,7 +217,7 @@ fewer ranks for the model: data-parallel size is ranks / (tensor x pipeline x co
 --use-distributed-optimizer (ZeRO-1) or --use-torch-fsdp2 (ZeRO-3) | zero zero1 zero-1 zero2
     zero3 zero-stage deepspeed deepspeed-config ds-config use-deepspeed
 --bf16 or --fp16 | precision mixed-precision dtype torch-dtype amp trainer.precision half
---fp8-format | use-fp8 enable-fp8
+--fp8-format | fp8 use-fp8 enable-fp8
 --attention-backend flash | flash flash-attn flash-attention use-flash-attention enable-flash-attn
 --attention-backend | attn-impl attn-implementation attention-impl
 --recompute-activations or --recompute-granularity full | gradient-checkpointing grad-checkpointing
@@ -230,7 +237,7 @@ fewer ranks for the model: data-parallel size is ranks / (tensor x pipeline x co
 --account-for-embedding-in-pipeline-split | standalone-embedding-stage
 --deterministic-mode | deterministic
 --enable-cuda-graph or --external-cuda-graph | cuda-graph-impl cuda-graphs
---lora-rank | lora-r use-lora use-peft peft
+--lora-rank | lora lora-r use-lora use-peft peft
 --lora-rank with --lora-base-dtype | qlora load-in-4bit load-in-8bit
 --optimizer | optim optimizer-type optim-type
 --save-hf, whose folder you upload yourself | push-to-hub hub-model-id
@@ -242,7 +249,7 @@ torchrun's flag --nproc-per-node (megatron-launch), before the name of the scrip
     | gpus num-gpus n-gpus ngpus num-processes devices trainer.devices
 torchrun's flag --nnodes (megatron-launch), before the name of the script | nodes num-nodes n-nodes
     trainer.num-nodes num-machines
-no flag: this is the default | do-train dynamic-loss-scale scaled-masked-softmax-fusion
+no flag: this is the default | packing do-train dynamic-loss-scale scaled-masked-softmax-fusion
     bias-gelu-fusion no-query-key-layer-scaling scaled-upper-triang-masked-softmax-fusion
     resume-dataloader
 no flag: data parallelism has one implementation | ddp-impl use-contiguous-buffers-in-local-ddp
