@@ -44,7 +44,7 @@ class Progress:
         self._done += count
 
     def __enter__(self) -> Progress:
-        if sys.stderr.isatty() and _is_rank0():
+        if can_replace_lines(sys.stderr) and _is_rank0():
             self._thread = threading.Thread(target=self._draw, args=(sys.stderr,), daemon=True)
             self._thread.start()
         return self
@@ -82,6 +82,11 @@ class Progress:
         with suppress(OSError, ValueError):  # the terminal was closed
             terminal.write(text)
             terminal.flush()
+
+
+def can_replace_lines(stream: TextIO) -> bool:
+    """Return whether ``stream`` is a terminal that knows `CLEAR`."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _is_rank0() -> bool:

@@ -36,10 +36,14 @@ def _drawn(monkeypatch: pytest.MonkeyPatch, stream: io.TextIOBase, rank: str) ->
             following._has_ended.wait(0.001)
 
 
-@pytest.mark.parametrize(("rank", "is_drawn"), [("0", True), ("1", False)])
+@pytest.mark.parametrize(
+    ("rank", "kind", "is_drawn"),
+    [("0", "xterm", True), ("1", "xterm", False), ("0", "dumb", False)],
+)
 def test_a_terminal_of_rank_0_shows_it_and_is_clear_afterwards(
-    rank: str, is_drawn: bool, monkeypatch: pytest.MonkeyPatch
+    rank: str, kind: str, is_drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TERM", kind)
     main, terminal = pty.openpty()
     with os.fdopen(terminal, "w") as stream, os.fdopen(main, "rb", buffering=0) as screen:
         _drawn(monkeypatch, stream, rank)

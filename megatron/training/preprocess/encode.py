@@ -27,7 +27,7 @@ import numpy as np
 
 from megatron.core.config.errors import DataError, MegatronError
 from megatron.core.optional import require, why_missing
-from megatron.core.progress import CLEAR
+from megatron.core.progress import CLEAR, can_replace_lines
 from megatron.core.rank_local import each_rank_owns
 from megatron.training.preprocess.documents import BadRecord, Block, RecordFormat, Text, flatten
 from megatron.training.tokenizer.base import TokenBatch
@@ -223,7 +223,7 @@ class Progress:
             f"({self.num_documents / elapsed_s:.1f} docs/s, "
             f"{self._bytes / 1e6 / elapsed_s:.2f} MB/s), {100 * share:.1f} %, "
             f"{timedelta(seconds=left_s)} left",
-            end=f"{CLEAR}\r" if sys.stderr.isatty() and not is_last else "\n",
+            end=f"{CLEAR}\r" if can_replace_lines(sys.stderr) and not is_last else "\n",
             file=sys.stderr,
             flush=True,
         )
