@@ -79,7 +79,7 @@ def config_file(name: str) -> str:
     if Path(name).is_file():
         return name
     if name not in (recipes := _recipes()):
-        near = difflib.get_close_matches(name, recipes, n=1)
+        near = difflib.get_close_matches(Path(name).stem, recipes, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         _end(f"--config {name}: no such file or recipe; {hint}megatron-train recipes lists them")
     return recipes[name]

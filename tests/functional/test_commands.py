@@ -118,6 +118,7 @@ def test_the_launcher_takes_the_name_of_a_model(monkeypatch, tmp_path):
         ([], 2, "usage: megatron-train NAME [flags]"),
         (["--help"], 0, "  t5      T5\n"),
         (["--config", "sft-loar"], 2, "no such file or recipe; did you mean sft-lora? "),
+        (["--config", "none/sft.yaml"], 2, "no such file or recipe; did you mean sft? "),
         (["sft", "--config"], 2, "megatron-train: --config needs a file or a recipe; "),
         (["dpo", "--config", "sft"], 2, "/sft.yaml: the file has train: sft; leave dpo out"),
         (["--config", "LICENSE"], 2, "LICENSE names no program: add a line such as 'train: sft'"),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from megatron.core.dist_checkpointing.formats import FORMATS, READERS
 from megatron.training.config.language_model import MODEL_KINDS
 from megatron.training.models.registry import model_kind
 from tests.repo.source import ROOT
 from tests.support.runs import TINY
+from tools import plan
 
 # Of a GPT without flags: kinds of model and file that it has not, the planner, compilers.
 LEFT_OUT = (
@@ -57,6 +60,15 @@ def test_a_plan_does_not_import_the_compiler_of_torch() -> None:
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     assert done.stdout.startswith("this run can start on 8 ranks")
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_plan_of_a_file_that_is_missing_ends_with_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["plan.py", "--config", "none.yaml"])
+    with pytest.raises(SystemExit, match="2"):
+        plan.main()
+    assert capsys.readouterr().err.startswith("ConfigError: --config none.yaml: no such file")
 
 
 def test_what_is_left_out_is_found_when_it_is_asked_for() -> None:
