@@ -8,6 +8,7 @@ of them, and a program that can create a link in a folder can also replace the f
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -71,6 +72,7 @@ def parse_yaml(text: str, what: str, error: type[MegatronError], *, only_text: b
     """
     yaml = require("yaml", what)
     try:
+        _check_keys(yaml.compose(text, Loader=yaml.SafeLoader))
         value = yaml.load(text, Loader=yaml.BaseLoader if only_text else yaml.SafeLoader)
         _check_size(value)
         return value
@@ -81,6 +83,24 @@ def parse_yaml(text: str, what: str, error: type[MegatronError], *, only_text: b
     except (ArithmeticError, AttributeError, LookupError, TypeError) as problem:
         # PyYAML raises these for a value that does not match its tag, for example a 13th month.
         raise error(f"{what}: not YAML: a value is not of its type: {problem!r}") from None
+
+
+def _check_keys(root: Any) -> None:
+    """Raise ValueError for a mapping that has a key twice, one of whose values would be lost."""
+    nodes, seen = [] if root is None else [root], set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen or not isinstance(node.value, list):
+            continue
+        seen.add(id(node))
+        parts = node.value
+        if node.id == "mapping":
+            counts = Counter(key.value for key, _ in parts if key.id == "scalar")
+            twice = [key for key, count in counts.items() if count > 1 and key != "<<"]
+            if twice:
+                raise ValueError(f"{', '.join(twice)} is there twice; leave one out")
+            parts = [each for pair in parts for each in pair]
+        nodes += parts
 
 
 def _check_size(value: object) -> None:

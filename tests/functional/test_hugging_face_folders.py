@@ -216,6 +216,9 @@ def test_training_ends_with_the_weights_of_the_best_evaluation(
     best.rename(tmp_path / "gone")
     again = overfit(other, chat)  # which adds to the rows, and ends without the best step
     assert losses(again) == losses(resumed), "the run had ended"
+    written = (other / "hf" / "model.safetensors").stat()
+    overfit(other, chat, "--save-hf", str(other / "hf"))  # as a scheduler may start it again
+    assert (other / "hf" / "model.safetensors").stat() == written
 
 
 @pytest.mark.skipif(models.peft is None, reason="needs peft")

@@ -18,7 +18,7 @@ from tests.repo.source import ROOT, Source, project
 # a reason in the commit; a removal lowers it.
 BUDGETS: dict[str, int] = {
     ".": 50,
-    "core": 13120,
+    "core": 13450,
     "core/compat": 12900,
     "core/config": 3450,
     "core/datasets": 33400,
@@ -56,7 +56,7 @@ BUDGETS: dict[str, int] = {
     "training/checkpointing": 13450,
     "training/compat": 3900,
     "training/config": 7880,
-    "training/conversion": 35100,
+    "training/conversion": 35700,
     "training/data": 4650,
     "training/datasets": 0,
     "training/estimates": 5100,

@@ -97,6 +97,11 @@ def leftovers(root: Path) -> Iterator[Leftover]:
             yield Leftover(path, int(found[1] or 0), found[2], found[3])
 
 
+def is_filled(folder: Path) -> bool:
+    """Return whether ``folder`` exists and has files."""
+    return folder.is_dir() and any(folder.iterdir())
+
+
 def read_tracker(root: Path) -> Tracker | None:
     """Read the tracker of ``root``; return None if there is none.
 

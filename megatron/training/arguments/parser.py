@@ -109,8 +109,8 @@ def _config_file(words: Sequence[str], provider: ExtraArgsProvider | None) -> li
     )
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     names = [_CONFIG, "--yaml-cfg"] if is_ours else ["--yaml-cfg"]
-    finder.add_argument(*names, dest="path", default=None, nargs="?")
-    path = finder.parse_known_args(words)[0].path
+    finder.add_argument(*names, dest="yaml_cfg", default=None, nargs="?")
+    path = finder.parse_known_args(words)[0].yaml_cfg
     return [] if path is None else [path, next(name for name in names if name in flags)]
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.device import CPU
+from megatron.core.dist_checkpointing.folders import is_filled
 from megatron.core.dist_checkpointing.manifest import (
     adopt_file,
     fsync_folder,
@@ -255,7 +256,7 @@ def new_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     An error within the block removes the folder.  Raises CheckpointError if ``path`` is a file or a
     folder that is not empty, unless it ``replaces`` that folder.
     """
-    if not replaces and path.is_dir() and any(path.iterdir()) or path.is_file():
+    if not replaces and is_filled(path) or path.is_file():
         raise CheckpointError(f"{path} is there already: name a new folder, or remove it")
     made = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     made.mkdir(parents=True)

@@ -22,10 +22,16 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
-from megatron.core.dist_checkpointing.folders import CheckpointFolder
+from megatron.core.dist_checkpointing.folders import CheckpointFolder, is_filled
 from megatron.core.dist_checkpointing.records import TensorRecord, to_write
 from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, DTYPES, LazyTensor
-from megatron.core.parallel.collectives import all_or_none, broadcast_json, gather_json, on_wire
+from megatron.core.parallel.collectives import (
+    all_or_none,
+    broadcast_json,
+    gather_json,
+    on_rank_0,
+    on_wire,
+)
 from megatron.core.peft.lora import is_of_adapter
 from megatron.training.checkpointing.base_model import base_named_in
 from megatron.training.checkpointing.checkpoint_tensors import model_tensors
@@ -48,10 +54,15 @@ _END = -1
 def check_model(run: ModelRun) -> None:
     """Raise CheckpointError if the model of ``run`` has no form at Hugging Face.
 
-    Called before training; collective over all ranks.
+    Only a run that was done when it started may find a folder that has files.  Called before
+    training; collective over all ranks.
     """
+    target = Path(run.config.checkpoint.save_hf or "")
+    is_done = isinstance(run, TrainingRun) and run.finished()
 
     def check() -> None:
+        if is_filled(target) and not is_done:
+            raise CheckpointError(f"{target} has files: choose another folder, or remove it")
         kind = model_kind_of(run.config)
         if not kind.reads_images and not kind.classifies_images:
             describe(run.config, run.tokenizer.vocab_size, config_beside(_origin(run)))
@@ -90,6 +101,9 @@ def save_model(run: ModelRun, step: int | None = None) -> None:
         if not is_peft or is_of_adapter(tensor.key) or tensor.key in (SCORE, EMBEDDING)
     ]
     world = run.groups.world
+    if step is None and on_rank_0(lambda: is_filled(target), f"--save-hf {target}", world):
+        print_rank_0(f"  {target} stays as it is: the run was done when it started")
+        return
     shared = _SharedTensors.of(to_write(tensors, share_work=False), world)
 
     def write() -> None:

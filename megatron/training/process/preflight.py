@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
+from megatron.core.dist_checkpointing.folders import TRACKER, is_filled
 from megatron.training.config.run import RunConfig
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -117,7 +118,8 @@ def folder_problems(config: RunConfig) -> Iterator[str]:
         reason = None
         try:
             path = Path(folder)
-            if flag == "--save-hf" and path.is_dir() and any(path.iterdir()):
+            may_be_done = (Path(config.checkpoint.save or "") / TRACKER).is_file()
+            if flag == "--save-hf" and is_filled(path) and not may_be_done:
                 reason = "it has files, and a new folder is written"
             existing = next(each for each in (path, *path.absolute().parents) if each.exists())
             if not existing.is_dir():

@@ -212,7 +212,12 @@ def _change_one(root: Path, rng: random.Random, *, is_json: bool = True) -> Chan
 OTHERS = [
     Target("data", _make_data, _read_data, _change_data),
     Target("hugging face", _make_hf, _read_hf, _change_hf),
-    Target("yaml", _make_yaml, lambda root: read_config_file(root / "run.yaml"), _change_yaml),
+    Target(
+        "yaml",
+        _make_yaml,
+        lambda root: read_config_file(str(root / "run.yaml"), "--config"),
+        _change_yaml,
+    ),
     Target("recipe", _make_recipe, _read_recipe, _change_yaml),
     Target(
         "per-split",

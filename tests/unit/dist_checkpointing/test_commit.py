@@ -313,6 +313,7 @@ def test_main_parameters_anywhere_in_their_weights_are_loaded_behind_them():
     order: list[str] = []
 
     class Reader:
+        folder = Path("none")
         tensors = dict.fromkeys([f"{kind}w{i}" for i in range(40) for kind in ("", "optimizer.")])
 
         def load(self, tensor, *, cast):
@@ -336,7 +337,7 @@ def test_the_ranks_of_a_node_share_its_cpus(monkeypatch, num_ranks, num_threads)
     monkeypatch.setattr(all_ranks, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
-    fill([], SimpleNamespace(tensors={}))
+    fill([], SimpleNamespace(tensors={}, folder=Path("none")))
     assert pools == [num_threads]
 
 

