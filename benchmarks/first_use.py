@@ -6,7 +6,7 @@ Every application gets an environment of its own (pip's cache stays as it is), t
 recipes as a Hugging Face folder, and the same files: a text, conversations, preferences.  A result
 counts when `transformers` of this environment loads the folder that was written, or when the server
 answers OpenAI's chat request.  Settings are flags and lines of files that the user must write;
-seconds are those of the whole commands.
+seconds measure the complete commands.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ APPLICATIONS = {"ours": OURS, "trl": TRL, "llamafactory": LLAMA_FACTORY}
 
 
 def write_inputs(folder: Path) -> None:
-    """Write the model, the text, the conversations and the preferences, those of the recipes."""
+    """Write the model, conversations and preferences of the recipes, and a text."""
     inputs = folder / "inputs"
     if not inputs.exists():
         code = "import megatron_commands; megatron_commands.train()"

@@ -98,7 +98,7 @@ def _check_keys(root: Any) -> None:
             counts = Counter(key.value for key, _ in parts if key.id == "scalar")
             twice = [key for key, count in counts.items() if count > 1 and key != "<<"]
             if twice:
-                raise ValueError(f"{', '.join(twice)} is there twice; leave one out")
+                raise ValueError(f"{', '.join(twice)} is given twice; remove one")
             parts = [each for pair in parts for each in pair]
         nodes += parts
 

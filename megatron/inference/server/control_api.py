@@ -30,7 +30,7 @@ async def answer_update_weights(service: Service, request: Any, body: Body) -> A
     if "error" in found:
         raise ApiError(f"{name}: {found['error']}", name)
     version = found["version"]
-    more = {"success": True, "message": f"the weights are those of {path}"}
+    more = {"success": True, "message": f"the weights of {path} are loaded"}
     return json_answer({"weight_version": version, **(more if name == "model_path" else {})})
 
 

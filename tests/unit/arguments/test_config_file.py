@@ -262,7 +262,7 @@ def test_a_missing_file_or_another_shape_is_an_error(tmp_path: Path) -> None:
         (b"seed: !!timestamp x", "not YAML"),
         (b"&a [*a]", "not YAML: .*nested too deep"),
         (b"seed: 0x" + b"f" * 5000, "not YAML: a number has more than 4096 bits"),
-        (b"lr: 1e-5\nmin-lr: 0\nlr: 1e-6", "not YAML: lr is there twice; leave one out"),
+        (b"lr: 1e-5\nmin-lr: 0\nlr: 1e-6", "not YAML: lr is given twice; remove one"),
         (b"seed: " + b"1:" * 3000 + b"1", "not YAML: a number has more than 4096 bits"),
     ],
 )
