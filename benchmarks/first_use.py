@@ -27,7 +27,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"
-STEPS, LENGTH = 10, 128
+STEPS = 10
+LENGTH = 128
 TIME_LIMIT_S = 900
 PORT = 8137
 

@@ -159,7 +159,8 @@ def read_sweep(path: Path) -> tuple[list[Run], Sequence[str]]:
 
 def combinations(path: Path, sweep: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the flags of each run: each of ``runs`` with each combination of ``grid``."""
-    grid, runs = sweep.get("grid") or {}, sweep.get("runs") or [{}]
+    grid = sweep.get("grid") or {}
+    runs = sweep.get("runs") or [{}]
     if not isinstance(grid, dict) or not isinstance(runs, list):
         raise ConfigError(f"{path}: grid must have flags with lists of values, runs be a list")
     for flag, values in grid.items():

@@ -87,7 +87,8 @@ def parse_yaml(text: str, what: str, error: type[MegatronError], *, only_text: b
 
 def _check_keys(root: Any) -> None:
     """Raise ValueError for a mapping that has a key twice, one of whose values would be lost."""
-    nodes, seen = [] if root is None else [root], set()
+    nodes = [] if root is None else [root]
+    seen = set()
     while nodes:
         node = nodes.pop()
         if id(node) in seen or not isinstance(node.value, list):

@@ -23,7 +23,8 @@ from tests.support.runs import run_gpt
 Values = list[tuple[int, float]]
 TAGS = ("lm loss", "lm loss validation", "lm loss test", "learning-rate")
 INSTALLED = [name for name, (package, _) in TRACKERS.items() if importlib.util.find_spec(package)]
-KILLED_AT, SAVED_AT = 6, 4
+KILLED_AT = 6
+SAVED_AT = 4
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,9 @@ def of_wandb(folder: Path, run_id: str) -> tuple[dict[str, Values], dict[str, An
 
 def records_of_log(data: bytes) -> Iterator[bytes]:
     """Yield the records of a file in LevelDB's log format, after W&B's header of 7 bytes."""
-    block, at, record = 1 << 15, 7, b""
+    block = 1 << 15
+    at = 7
+    record = b""
     while at + 7 <= len(data):
         if block - at % block < 7:
             at += block - at % block

@@ -186,7 +186,9 @@ def program_of(words: Sequence[str], *, log_only: bool = False) -> Program:
             [*words] if not first.endswith(".sh") else ["bash", *words], environ
         )
         first = Path(words[0]).name
-    python, launcher, processes = sys.executable, [], 1
+    python = sys.executable
+    launcher = []
+    processes = 1
     if first in ("megatron-train", "megatron-launch"):
         rest = words[1:]
         if first == "megatron-launch":

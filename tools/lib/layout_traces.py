@@ -246,7 +246,8 @@ def _compare_tensors(
     for (step, kind, _), sketch in first.tensors.items():
         totals[step, kind] = math.hypot(totals.get((step, kind), 0.0), sketch.norm)
     for (step, kind, name), wanted in first.tensors.items():
-        found, row = other.tensors.get((step, kind, name)), f"{kind}s"
+        found = other.tensors.get((step, kind, name))
+        row = f"{kind}s"
         if found is None:
             text = "no rank holds it"
             yield row, Difference(step, kind, f"{kind} of {name}", text, _MISSING, 0.0)

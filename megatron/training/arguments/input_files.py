@@ -70,7 +70,9 @@ def take_splits_of_dataset(ns: Namespace) -> None:
         ns.data_path = train
         return
     valid = next(iter(found))
-    ns.data_path, ns.train_data_path, ns.valid_data_path = None, train, [found.pop(valid)]
+    ns.data_path = None
+    ns.train_data_path = train
+    ns.valid_data_path = [found.pop(valid)]
     ns.test_data_path = [found["test"]] if "test" in found else None
     print_rank_0(f"> {folder} is a DatasetDict: {valid} is the split for evaluation")
 

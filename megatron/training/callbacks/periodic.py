@@ -127,7 +127,8 @@ def note_best(run: TrainingRun, results: Sequence[EvalResult]) -> None:
     if math.isnan(value):
         gain = 0.0
     if gain > 0:
-        state.best_metric, state.best_iteration = value, state.iteration
+        state.best_metric = value
+        state.best_iteration = state.iteration
     is_enough = gain > run.config.validation.early_stopping_min_delta
     state.evaluations_since_best = 0 if is_enough else state.evaluations_since_best + 1
     if state.best_iteration:

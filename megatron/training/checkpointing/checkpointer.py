@@ -110,7 +110,8 @@ class Checkpointer:
     def load_best(self, run: RunContext, parts: RunParts) -> None:
         """Load the weights of the best step of --save-best, unless this step is the best one."""
         self._forget_unsaved_best(run)
-        config, best = run.config.checkpoint, run.state.best_iteration
+        config = run.config.checkpoint
+        best = run.state.best_iteration
         if best in (0, run.state.iteration):
             return
         assert config.save is not None, "the flags were checked"
@@ -123,7 +124,8 @@ class Checkpointer:
 
     def _forget_unsaved_best(self, run: RunContext) -> None:
         """Forget the best step unless --save has it: the run may have begun elsewhere."""
-        config, state = run.config.checkpoint, run.state
+        config = run.config.checkpoint
+        state = run.state
         if not config.save_best or config.save is None or state.best_iteration == 0:
             return
         folder = checkpoint_folder(config.save, state.best_iteration)

@@ -74,7 +74,8 @@ class StepFolders(Callback):
     """Write the model every --save-hf-interval steps.  Collective over all ranks."""
 
     def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
-        config, step = run.config.checkpoint, run.state.iteration
+        config = run.config.checkpoint
+        step = run.state.iteration
         assert config.save_hf_interval is not None, "it adds this callback"
         if step % config.save_hf_interval:
             return

@@ -36,7 +36,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run.log").write_text(LOG)
     config = run_config(f"--tensorboard-dir {folder}/tb --log-timers-to-tensorboard").logging
     sinks = MetricsFileSink(f"{folder}/json/metrics.jsonl", 0), TensorBoardSink(config, {}, 0)
-    losses, norms, rates = {2: 2.5, 4: 1.75}, {2: 0.5, 4: float("nan")}, {2: 1e-3, 4: 5e-4}
+    losses = {2: 2.5, 4: 1.75}
+    norms = {2: 0.5, 4: float("nan")}
+    rates = {2: 1e-3, 4: 5e-4}
     for step, loss in losses.items():
         ms = 1000.0 / step
         record = StepRecord(
