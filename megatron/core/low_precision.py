@@ -89,7 +89,7 @@ def plain_quantize(
     whole = power_of_two(top, to.largest * E4M3.largest)
     scale = (amax / to.largest / whole).to(E4M3.dtype).float() * whole
     scale = torch.where(scale == 0, whole, scale)
-    codes = _to_e2m1(x.float() / _spread(scale, block, x.shape), at_random)
+    codes = to_e2m1(x.float() / _spread(scale, block, x.shape), at_random)
     return Scaled(codes.clamp(-to.largest, to.largest).to(to.dtype), scale, block)
 
 
@@ -145,7 +145,7 @@ def _spread(scale: Tensor, block: Block | None, shape: torch.Size) -> Tensor:
     return spread[: shape[0], : shape[1]]
 
 
-def _to_e2m1(x: Tensor, at_random: bool) -> Tensor:
+def to_e2m1(x: Tensor, at_random: bool = False) -> Tensor:
     """Round to the values of e2m1, 0, 0.5, 1, 1.5, 2, 3, 4, 6; larger results are not clamped.
 
     The distance of neighbours is 0.5 below 2, 1 below 4, and 2 above.

@@ -35,6 +35,7 @@ BUDGETS: dict[str, int] = {
     "core/params": 3700,
     "core/peft": 2750,
     "core/pipeline_parallel": 7400,
+    "core/quantization": 3280,
     "core/rerun": 5350,
     "core/ssm": 5600,
     "core/tensor_parallel": 14150,

@@ -90,6 +90,10 @@ class FrozenWeight(Gemms):
         y = linear_of(x, call._replace(bias=None), self)
         return y if call.bias is None else y + call.bias
 
+    def values(self, weight: Tensor) -> Tensor:
+        """See `Gemms`."""
+        return self.weight.values(weight.dtype)
+
     def matrix(self, weight: Tensor, dtype: torch.dtype, *, transposed: bool = False) -> Tensor:
         """See `Gemms`."""
         values = self.weight.values(dtype)

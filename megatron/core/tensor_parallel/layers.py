@@ -31,8 +31,8 @@ from megatron.core.dist_checkpointing.module_state import ShardedModule
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.params.param_info import info_of
 from megatron.core.params.param_init import InitMethod, new_parameter, param_info_for
-from megatron.core.tensor_parallel.frozen_weight import FrozenWeight
 from megatron.core.tensor_parallel.linear import (
+    Gemms,
     LinearCall,
     Overlap,
     Quantizer,
@@ -113,8 +113,8 @@ class Linear(ShardedModule):
         """Return this rank's weight, an adapter included."""
         weight: Tensor | None = self.weight
         assert weight is not None, "a layer without a weight"
-        if isinstance(self.quantizer, FrozenWeight):
-            weight = self.quantizer.weight.values(weight.dtype)
+        if isinstance(self.quantizer, Gemms):
+            weight = self.quantizer.values(weight)
         return weight if self.lora is None else weight + self.lora.delta()
 
 

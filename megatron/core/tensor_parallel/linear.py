@@ -111,6 +111,10 @@ Matrix = Any  # a Tensor or Scaled [o, i], by whose transpose rows are multiplie
 class Gemms:
     """The GEMMs of a layer with a weight in its own dtype; subclasses store it in another way."""
 
+    def values(self, weight: Tensor) -> Tensor:
+        """Return the values [o, i] of the layer's weight, in the dtype of ``weight``."""
+        return weight
+
     def input(self, x: Tensor, call: LinearCall, keeps: bool) -> tuple[Rows, tuple[Tensor, ...]]:
         """Return the rows of ``x``, and what the weight gradient needs of it, if it ``keeps`` x."""
         return x, (x if keeps else x.new_empty(0, 0),)

@@ -1,0 +1,1 @@
+"""Quantization of trained weights: formats, fake quantization (QAT), calibration (PTQ)."""
