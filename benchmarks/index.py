@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from megatron.core.datasets import helpers
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import (
     GPTDataset,
     GPTDatasetConfig,
@@ -59,6 +60,42 @@ def write_synthetic(prefix: str, documents: int, tokens_per_document: int) -> No
         np.arange(documents + 1, dtype=np.int64).tofile(file)
     with open(prefix + ".bin", "wb") as file:
         file.truncate(int(ends[-1]))
+
+
+def bench_start(prefix: str, num_tokens: int, files: int, length: int) -> None:
+    """Time a blend from nothing to its first 64 samples, and to 64 samples of its third epoch.
+
+    ``files`` links to one file stand for as many files, together of ``num_tokens`` tokens.
+    """
+    for i in range(files):
+        for end in (".idx", ".bin"):
+            os.symlink(prefix + end, f"{prefix}-{i}{end}")
+    documents = len(IndexedDataset(prefix)) * files
+    epoch = num_tokens // length
+    tracemalloc.start()
+    started_at_s = time.process_time()
+    config = GPTDatasetConfig(
+        random_seed=1234,
+        sequence_length=length,
+        blend=([f"{prefix}-{i}" for i in range(files)], [1.0] * files),
+        split="1",
+        tokenizer=Tokenizer(),
+        create_attention_mask=False,
+        index_free=True,
+    )
+    sizes = [3 * epoch, 0, 0]
+    train = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
+    for what, first in (("first", 0), ("third", 2 * epoch)):
+        for i in range(first, first + 64):
+            train[i]
+        elapsed_s = time.process_time() - started_at_s
+        memory = f"{tracemalloc.get_traced_memory()[1] / 2**20:.0f} MiB"
+        row = (
+            f"index-free, {documents:,} documents in {files} files, 64 samples of the {what} epoch"
+        )
+        print(f"| {row} | {elapsed_s:.2f} s | {memory} at most |")
+        started_at_s = time.process_time()
+    tracemalloc.stop()
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
@@ -162,6 +199,7 @@ def bench_fetch(directory: str, sequence_length: int) -> None:
         ("pread, file opened each time", {"mmap": False}, {}),
         ("pread, --verify-data, after the first round", {"verify_data": True}, {}),
         ("pread, resets and eod loss mask", {}, resets),
+        ("pread, index-free", {}, {"index_free": True}),
     ):
         config = dataset_config(prefix, sequence_length, **more)
         data = IndexedDataset(prefix, **options)
@@ -205,6 +243,11 @@ def main() -> None:
         bench_build(IndexedDataset(prefix), args.sequence_length)
         bench_cache(prefix, directory, args.sequence_length)
         bench_fetch(directory, args.sequence_length)
+        for documents in (10**6, 10**8, 10**9):
+            part = os.path.join(directory, f"of-{documents}")
+            write_synthetic(part, documents // 1000, args.tokens_per_document)
+            num_tokens = documents * args.tokens_per_document
+            bench_start(part, num_tokens, 1000, args.sequence_length)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def damages(prefix: str) -> Iterator[str]:
     index: SequenceIndex | None = None
     try:
         index = SequenceIndex(get_idx_path(prefix), multimodal=False)
-        checksums.check(prefix, bin_bytes, index.data())
+        checksums.check(prefix, bin_bytes, index.num_bytes, index.data())
         index.check_arrays(bin_path, bin_bytes)
     except DataError as error:
         yield str(error)

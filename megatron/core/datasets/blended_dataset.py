@@ -14,6 +14,7 @@ from megatron.core.config.errors import DataError
 from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.index_cache import cached_arrays
+from megatron.core.datasets.index_free import BlendOrder
 from megatron.core.datasets.megatron_dataset import (
     MegatronDataset,
     Sample,
@@ -72,17 +73,27 @@ class BlendedDataset(torch.utils.data.Dataset[Sample]):
         )
         self.unique_description = describe(self.unique_identifiers)
         self.unique_description_hash = description_hash(self.unique_description)
+        self._order: BlendOrder | None = None
+        if config.index_free:
+            is_counted = all(isinstance(weight, int) for weight in weights)
+            self._order = BlendOrder(weights, int(sum(weights)) if is_counted else None)
+            return
         self.dataset_index, self.dataset_sample_index = self._load_or_build()
         self._check_supply()
 
     def __len__(self) -> int:
+        if self._order is not None:
+            return int(sum(self.weights)) if self.size is None else self.size
         return len(self.dataset_index)
 
     def __getitem__(self, idx: int | None) -> Sample:
         if idx is None:
             return {"dataset_id": 0, **self.datasets[0][None]}
-        dataset_id = int(self.dataset_index[idx])
-        sample = self.datasets[dataset_id][int(self.dataset_sample_index[idx])]
+        if self._order is not None:
+            dataset_id, number = self._order[idx]
+        else:
+            dataset_id, number = int(self.dataset_index[idx]), int(self.dataset_sample_index[idx])
+        sample = self.datasets[dataset_id][number]
         return {"dataset_id": dataset_id, **sample}
 
     def _check_supply(self) -> None:

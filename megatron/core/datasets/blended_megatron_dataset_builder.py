@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from math import ceil
+from typing import Any
 
 import numpy as np
 
@@ -182,10 +183,13 @@ class BlendedMegatronDatasetBuilder:
                 f"run asks for {wanted}; give it a larger share, or data of its own, or no use "
                 "(--eval-iters 0)"
             )
+        if self.config.index_free:
+            whole: Any = range(begin, end)
+            return self.cls(source, prefix, whole, size, Split(i), self.config)
         if count > _MOST_SEQUENCES:
             raise DataError(
                 f"{prefix} has {count} sequences, an index holds at most {_MOST_SEQUENCES}: "
-                "divide it into several data paths"
+                "divide it into several data paths, or use --index-free"
             )
         indices = np.arange(begin, end, dtype=np.int32)
         return self.cls(source, prefix, indices, size, Split(i), self.config)

@@ -44,6 +44,7 @@ class BlendedMegatronDatasetConfig:
     tokenizer: Any = None
     mid_level_dataset_surplus: float = 0.005  # extra share of samples per blended dataset
     verify_data: bool = False  # check .bin against the checksums in .crc
+    index_free: bool = False  # compute the order of samples when they are read
 
     def __post_init__(self) -> None:
         if self.blend_per_split is not None and any(self.blend_per_split):

@@ -10,13 +10,14 @@ document_index i32[E]: sequence numbers in reading order, shuffled, for all epoc
 sample_index [n+1, 2]: start of each sample (position in document_index, token offset).
 shuffle_index u32[n]: order in which the dataset returns samples.
 Arrays, file names and the use of random numbers are a file format: equal requests must give equal
-bytes.
+bytes.  With ``index_free`` there are no arrays, and the order is that of `DocumentOrder`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.index_cache import cached_arrays
+from megatron.core.datasets.index_free import DocumentOrder
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import (
     LowLevelDataset,
@@ -174,15 +176,19 @@ def build_indices(request: SampleRequest) -> GPTIndices:
     )
     num_samples = len(sample_index) - 1
     if num_samples < 1:
-        raise DataError(
-            f"{request.source} holds {tokens_per_epoch} tokens, too few for one sample of "
-            f"{request.sequence_length}: give it more data or a larger share in --split"
-        )
+        raise _too_few_tokens(request.source, tokens_per_epoch, request.sequence_length)
     fits = num_samples < np.iinfo(np.uint32).max - 1
     shuffle_index = np.arange(num_samples, dtype=np.uint32 if fits else np.int64)
     num_before = samples_before_last if is_last_apart else num_samples
     _shuffle_parts(shuffle_index, num_before, random_state)
     return GPTIndices(document_index, sample_index, shuffle_index)
+
+
+def _too_few_tokens(source: str, num_tokens: int, length: int) -> DataError:
+    return DataError(
+        f"{source} holds {num_tokens} tokens, too few for one sample of {length}: give it more "
+        "data or a larger share in --split"
+    )
 
 
 def _shuffle_parts(values: np.ndarray, cut: int, random_state: np.random.RandomState) -> None:
@@ -247,10 +253,17 @@ class GPTDataset(MegatronDataset):
         self._pad: int | None = int(pad) if is_own else None  # its labels get no loss
         self._masks: Sample = {}  # of every sample, if end-of-document tokens have no effect
         self._num_read = config.sequence_length + int(config.add_extra_token_to_sequence)
+        self._order: DocumentOrder | None = None
+        if config.index_free and isinstance(indexed_dataset, IndexedDataset):
+            self._order = self._index_free_order()
+            return
         indices = self._build_document_sample_shuffle_indices()
         self.document_index, self.sample_index, self.shuffle_index = indices
 
     def __len__(self) -> int:
+        if self._order is not None:
+            count = self._order.samples_per_epoch
+            return count if self.num_samples is None else self.num_samples
         return len(self.shuffle_index)
 
     def __getitem__(self, idx: int | None) -> Sample:
@@ -313,23 +326,16 @@ class GPTDataset(MegatronDataset):
 
         The last sample of the data may have fewer tokens than the others.
         """
-        sample = int(self.shuffle_index[idx])
         text = np.empty(self._num_read, np.int64)
         filled = 0
+        documents: list[int] = []
         try:
-            bounds = self.sample_index[sample : sample + 2].tolist()
-            (first, first_offset), (last, last_offset) = bounds
-            if first_offset < 0:
-                raise IndexError(f"a sample at token {first_offset}")
-            documents = self.document_index[first : last + 1]
-            stop = last_offset + int(self.config.add_extra_token_to_sequence)
-            for document in documents[:-1].tolist():
-                piece = self.dataset.get(document, first_offset)
+            pieces = self._indexed_pieces(idx) if self._order is None else self._order.pieces(idx)
+            for document, offset, length in pieces:
+                piece = self.dataset.get(document, offset, length)
                 text[filled : filled + len(piece)] = piece
                 filled += len(piece)
-                first_offset = 0
-            piece = self.dataset.get(int(documents[-1]), first_offset, stop - first_offset)
-            text[filled : filled + len(piece)] = piece
+                documents.append(document)
         except DataError:  # a ValueError too
             raise
         except (IndexError, MemoryError, TypeError, ValueError) as error:
@@ -337,14 +343,52 @@ class GPTDataset(MegatronDataset):
             raise DataError(
                 f"{prefix}-*.npy do not belong to {self.dataset_path} ({error}): remove them"
             ) from error
-        return text[: filled + len(piece)], documents
+        return text[:filled], np.array(documents)
+
+    def _indexed_pieces(self, idx: int) -> Iterator[tuple[int, int, int | None]]:
+        """Yield sequence, first token and number of tokens (None: the rest) of each part."""
+        sample = int(self.shuffle_index[idx])
+        bounds = self.sample_index[sample : sample + 2].tolist()
+        (first, offset), (last, last_offset) = bounds
+        if offset < 0:
+            raise IndexError(f"a sample at token {offset}")
+        documents = self.document_index[first : last + 1].tolist()
+        for document in documents[:-1]:
+            yield document, offset, None
+            offset = 0
+        stop = last_offset + int(self.config.add_extra_token_to_sequence)
+        yield documents[-1], offset, stop - offset
+
+    @property
+    def _drops_last(self) -> bool:
+        """Whether an epoch ends with its last complete sample."""
+        is_training = self.index_split != Split.valid
+        return is_training or self.config.drop_last_partial_validation_sequence
+
+    def _index_free_order(self) -> DocumentOrder:
+        order = DocumentOrder(
+            self.dataset,
+            int(self.indices[0]),
+            int(self.indices[-1]) + 1,
+            length=self.config.sequence_length,
+            extra=int(self.config.add_extra_token_to_sequence),
+            seed=self.config.random_seed,
+            keeps_rest=not self._drops_last,
+        )
+        if not order.samples_per_epoch:
+            raise _too_few_tokens(self._source, order.tokens_per_epoch, self.config.sequence_length)
+        return order
+
+    @property
+    def _source(self) -> str:
+        return f"the {self.index_split.name} split of {self.dataset_path}"
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Load the index arrays from the cache, or build them.  Not a collective."""
         config = self.config
-        drops = self.index_split != Split.valid or config.drop_last_partial_validation_sequence
+        drops = self._drops_last
         request = SampleRequest(
-            source=f"the {self.index_split.name} split of {self.dataset_path}",
+            source=self._source,
             indices=self.indices,
             sequence_lengths=self.dataset.sequence_lengths,
             num_samples=self.num_samples,

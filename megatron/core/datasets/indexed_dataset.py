@@ -87,7 +87,8 @@ class IndexedDataset:
     ``dataset[i]`` is sequence i and ``dataset[a:b]`` a list of sequences; with ``multimodal`` both
     come as a tuple with their mode(s).  ``s3://`` and ``msc://`` prefixes need
     ``object_storage_config``.  If ``prefix.crc`` exists, the constructor checks .idx against it,
-    and with ``verify_data`` each block of .bin is checked before its first read.
+    and with ``verify_data`` each block of .bin is checked before its first read.  Without
+    ``checks_index`` the arrays of .idx are not read: opening takes the same time for any size.
     Raises DataError when the files are missing, damaged, or do not belong together.
     """
 
@@ -99,6 +100,7 @@ class IndexedDataset:
         object_storage_config: ObjectStorageConfig | None = None,
         s3_config: ObjectStorageConfig | None = None,  # Megatron Core's former name of it
         verify_data: bool = False,
+        checks_index: bool = True,
     ) -> None:
         object_storage_config = object_storage_config or s3_config
         self.path_prefix = path_prefix
@@ -106,6 +108,7 @@ class IndexedDataset:
         self.mmap = mmap
         self.object_storage_config = object_storage_config
         self.verify_data = verify_data
+        self.checks_index = checks_index
         idx_path, bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
         self.bin_reader: _FileReader | RangeReader
         self.checksums: Checksums | None = None
@@ -123,16 +126,18 @@ class IndexedDataset:
             self.bin_reader = _FileReader(bin_path, keeps_open=mmap)
             self.checksums = Checksums.read(path_prefix)
         self.index = SequenceIndex(idx_path, multimodal)
-        self.index.check_arrays(bin_path, self.bin_reader.num_bytes)
+        if checks_index:
+            self.index.check_arrays(bin_path, self.bin_reader.num_bytes)
         if self.checksums is not None:
-            self.checksums.check(path_prefix, self.bin_reader.num_bytes, self.index.data())
+            idx = self.index.data() if checks_index else None
+            self.checksums.check(path_prefix, self.bin_reader.num_bytes, self.index.num_bytes, idx)
             self._is_verified = np.zeros(len(self.checksums.blocks), bool)
         elif verify_data:
             warn_once(f"--verify-data: {path_prefix} has no checksums: {cure}", logging.INFO)
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[object, ...]]:
         rest = self.multimodal, self.mmap, self.object_storage_config
-        return type(self), (self.path_prefix, *rest, None, self.verify_data)
+        return type(self), (self.path_prefix, *rest, None, self.verify_data, self.checks_index)
 
     def __len__(self) -> int:
         return len(self.index)

@@ -335,13 +335,13 @@ class Checksums:
             )
         return cls(bin_bytes, idx_bytes, idx_checksum, blocks)
 
-    def check(self, path_prefix: str, bin_bytes: int, idx: Bytes) -> None:
-        """Raise DataError unless the size of .bin and the content ``idx`` of .idx match."""
-        sizes = (bin_bytes, len(idx))
+    def check(self, path_prefix: str, bin_bytes: int, idx_bytes: int, idx: Bytes | None) -> None:
+        """Raise DataError unless sizes and, if given, the content of .idx match."""
+        sizes = (bin_bytes, idx_bytes)
         known = (self.bin_bytes, self.idx_bytes)
         if sizes != known:
             raise _mismatch(path_prefix, f"the size of .bin and .idx, {sizes}, not {known},")
-        if BlockCrcs(idx).checksum() != self.idx_checksum:
+        if idx is not None and BlockCrcs(idx).checksum() != self.idx_checksum:
             raise _mismatch(path_prefix, f"{get_idx_path(path_prefix)}: the checksum")
 
     def wrong_blocks(self, first_block: int, data: Bytes) -> list[int]:

@@ -41,7 +41,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Sample]):
         self,
         dataset: LowLevelDataset,
         dataset_path: str | None,
-        indices: np.ndarray,
+        indices: np.ndarray,  # with config.index_free a range, which has no array in memory
         num_samples: int | None,
         index_split: Split,
         config: BlendedMegatronDatasetConfig,
@@ -81,6 +81,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Sample]):
             mmap=config.mmap_bin_files,
             object_storage_config=ObjectStorageConfig(cache) if cache else None,
             verify_data=config.verify_data,
+            checks_index=not config.index_free,
         )
 
     @staticmethod

@@ -67,6 +67,12 @@ class DataConfig:
         "Verify each MiB of the .bin files against the checksums in PREFIX.crc before its "
         "first read in each process.",
     )
+    index_free: bool = _data(
+        False,
+        "Compute the order of samples when they are read, without index arrays: training on data "
+        "of any size starts at once, and more steps continue the same stream of samples. The order "
+        "is not Megatron-LM's.",
+    )
     mock_data: bool = _data(False, "Train on synthetic data; needs no files.")
     seq_length: int = _data(0, "Sequence length in tokens.", default=None, at_least=1)
     encoder_seq_length: int | None = _data(

@@ -64,7 +64,8 @@ def gpt_layer_spec(config: RunConfig) -> Any:
 
 def gpt_dataset_config(config: RunConfig, **common: Any) -> GPTDatasetConfig:
     """Return the GPT dataset config; ``common`` holds the arguments shared by all model kinds."""
-    return GPTDatasetConfig(**text_arguments(config), **common)
+    settings = text_arguments(config)
+    return GPTDatasetConfig(index_free=config.data.index_free, **settings, **common)
 
 
 def text_arguments(config: RunConfig) -> dict[str, Any]:
