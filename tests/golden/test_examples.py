@@ -40,11 +40,12 @@ GOLDEN = Path(__file__).parent / "examples.json"
 # Whole ways from text to a trained model, and what they share: test_quickstart.py runs them.
 WHOLE_WAYS = {"quickstart.sh", "common.sh"}
 # Those of clusters start tools/launch.py: test_cluster_jobs.py.  Those of
-# post_training run from text to a model: test_rl_example.py, test_post_training_examples.py.
+# post_training run from text to a model: test_rl_example.py, test_post_training_examples.py,
+# test_modelopt_examples.py.
 ALL = sorted(
     str(path.relative_to(ROOT / "examples"))
     for path in ROOT.glob("examples/**/*.sh")
-    if path.name not in WHOLE_WAYS and path.parent.name not in ("clusters", "post_training")
+    if path.name not in WHOLE_WAYS and not {"clusters", "post_training"} & {*path.parts}
 )
 SCRIPTS = [script for script in ALL if not script.startswith("inference/")]
 

@@ -47,10 +47,6 @@ MODELOPT = (
     "or --fp4-format in training, or quantize the Hugging Face model that "
     "tools/checkpoint/convert.py --format hf writes"
 )
-HUB_DATA = (
-    "no data are downloaded in a run; save the conversations as JSON lines, and use --sft with "
-    "--data-path"
-)
 KITCHEN = (
     "the kitchen package is not public and not available in this program; use --fp8-format with "
     "--fp8-recipe, or --fp4-format"
@@ -60,6 +56,9 @@ KITCHEN = (
 GENERATION = (
     "training generates no text; tools/run_text_generation_server.py and "
     "tools/text_generation_cli.py use it"
+)
+EXAMPLES_DATA = (
+    "programs of examples/post_training/modelopt read it; for conversations use --sft --data-path"
 )
 NO_KERNEL = "this program chooses its kernels itself; results do not depend on the choice"
 OLD_SPELLING = "Megatron-LM does not use it either"

@@ -35,8 +35,9 @@ dino_teacher_temp float 0.07 | Temperature of DINO's teacher after warm-up. | VI
 dino_warmup_teacher_temp_epochs int 30 | Epochs over which the teacher's temperature rises. | VISION
 """,
     "checkpointing": """
-load_model_opt_format | Load a checkpoint of NVIDIA's model optimizer. | checkpoints of NVIDIA's
-    model optimizer are not available in this program; use a checkpoint of unquantized weights
+load_model_opt_format | Load a checkpoint with state of NVIDIA's model optimizer. | the state of
+    nvidia-modelopt is not read; use --load alone for a quantized checkpoint of this program or for
+    the Hugging Face folder that ModelOpt has exported
 """,
     "autoresume": """
 adlr_autoresume | Let a service of NVIDIA's clusters end and resubmit the job. | that service is
@@ -64,8 +65,6 @@ export_legacy_megatron | Write a checkpoint of Megatron-LM's legacy models. | LE
 export_quant_cfg str | Format of ModelOpt's quantization. | MODELOPT
 export_real_quant_cfg str None | Format of ModelOpt's weights in low precision. | MODELOPT
 export_kv_cache_quant | Quantize the key/value cache by ModelOpt. | MODELOPT
-finetune_hf_dataset str | Data set on the Hugging Face hub to tune on. | HUB_DATA
-finetune_data_split str train | Split of --finetune-hf-dataset. | HUB_DATA
 """,
     "biencoder": """
 ict_head_size int | Width of the retriever's embeddings in ICT. | RETRIEVER
@@ -185,6 +184,9 @@ export_force_local_attention | Build Megatron Core's own attention in a script o
     --attention-backend chooses the attention
 export_model_type str GPTModel | Class of the model in a script of ModelOpt. | the entry program, or
     --model-kind, chooses the model
+finetune_hf_dataset str | Conversations for the programs of examples/post_training/modelopt. |
+    EXAMPLES_DATA
+finetune_data_split str train | Split of --finetune-hf-dataset. | EXAMPLES_DATA
 """,
     "retro": """
 retro_cyclic_train_iters int | Steps after which retrieval data repeats. | OF_RETRO

@@ -12,7 +12,10 @@ from megatron.training.models.vlm import read_prompts
 from tests.support.command_lines import problems_of, run_of
 
 VLM = "--model-kind vlm --img-h 24 --img-w 24 --patch-dim 6"
-MODELOPT = "--export-te-mcore-model --export-force-local-attention --export-model-type MambaModel"
+MODELOPT = (
+    "--export-te-mcore-model --export-force-local-attention --export-model-type MambaModel "
+    "--finetune-hf-dataset chats.jsonl --finetune-data-split test"
+)
 
 
 def test_the_flags_of_the_multimodal_examples_are_accepted() -> None:
@@ -43,7 +46,7 @@ def test_the_flags_of_the_multimodal_examples_are_accepted() -> None:
         "--online-evaluation-config tasks.yaml",
         "--export-quant-cfg fp8",
         "--export-kv-cache-quant",
-        "--finetune-hf-dataset name",
+        "--load-model-opt-format",
     ],
 )
 def test_what_this_program_lacks_is_refused_with_a_way_out(words: str) -> None:
@@ -53,7 +56,7 @@ def test_what_this_program_lacks_is_refused_with_a_way_out(words: str) -> None:
 def test_the_flags_of_scripts_for_modelopt_are_accepted() -> None:
     run = run_of(f"{MODELOPT} --export-qk-l2-norm")
     assert run.model.qk_l2_norm
-    for flag in MODELOPT.split()[:3]:
+    for flag in (word for word in MODELOPT.split() if word.startswith("--")):
         assert any(w.startswith(flag) for w in run.warnings), flag
     words = "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax"
     assert run_of(f"{words} --export-moe-apply-probs-on-input").model.moe_apply_probs_on_input

@@ -1,0 +1,225 @@
+"""The programs of examples/post_training/modelopt run on a tiny model, in one process or TP2."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.formats import open_reader
+from tests.golden.make_sft_losses import TURNS, conversations, write_model
+from tests.support.pages import commands_of
+from tests.support.ranks import run_ranks
+from tests.support.runs import ROOT
+
+safetensors = pytest.importorskip("safetensors.torch")
+pytest.importorskip("transformers")
+pytest.importorskip("jinja2")
+
+PROGRAMS = ROOT / "examples/post_training/modelopt"
+PAGE = ROOT / "docs/post_training_modelopt.md"
+# Stands in for torchrun: writes the words that follow it, a line each.
+RECORDER = '#!/bin/bash\nprintf "%s\\n" "$@" >words\n'
+
+
+def run_program(rank: int, world: int, path: str, argv: Sequence[str]) -> tuple[str, str, object]:
+    """Run a program on initialized process groups; return stdout, stderr and the exit code."""
+    out = io.StringIO()
+    err = io.StringIO()
+    code: object = 0
+    with (
+        mock.patch("sys.argv", [path, *argv]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    return out.getvalue(), err.getvalue(), code
+
+
+def run_each(rank: int, world: int, commands: Sequence[Sequence[str]]) -> list[tuple[str, object]]:
+    """Run programs that end before they have process groups; return stderr and exit code."""
+    return [run_program(0, 1, path, argv)[1:] for path, *argv in commands]
+
+
+def said(path: Path, argv: Sequence[str], ranks: int = 1) -> str:
+    """Return what rank 0 of a program that must succeed printed."""
+    found = run_ranks(run_program, ranks, str(path), ["--device", "cpu", *argv])
+    out, err, code = found[0]
+    assert code == 0, out[-2000:] + err[-2000:]
+    return out
+
+
+def launch(folder: Path, words: Sequence[str]) -> str:
+    """Run the program that a command of the page starts in ``folder``; return what it printed."""
+    variables = dict(word.split("=", 1) for word in words[: words.index("bash")])
+    path = f"{folder}:{os.environ['PATH']}"  # the recorder of torchrun
+    ended = subprocess.run(
+        ["bash", str(ROOT / words[-1])],
+        cwd=folder,
+        env={**os.environ, "PATH": path, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    ranks, program, *argv = (folder / "words").read_text().splitlines()
+    extra = ["--num-workers", "0"] if "finetune" in program or "prune" in program else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return said(Path(program).resolve(), [*argv, *extra], int(ranks.rpartition("=")[2]))
+
+
+def spread_logits(file: Path) -> None:
+    """Replace the embeddings, so that rounding does not decide between two tokens."""
+    weights = safetensors.load_file(file)
+    generator = torch.Generator().manual_seed(0)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name].normal_(generator=generator)
+    safetensors.save_file(weights, file, {"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the page names: a model, conversations, prompts, questions."""
+    folder = tmp_path_factory.mktemp("modelopt")
+    (folder / "Qwen3-0.6B").mkdir()
+    write_model(folder / "Qwen3-0.6B")
+    spread_logits(folder / "Qwen3-0.6B/model.safetensors")
+    (folder / "torchrun").write_text(RECORDER)
+    (folder / "torchrun").chmod(0o755)
+    prompts = [{"prompt": "the people of the city " * 4}, {"turns": ["Who are you?", "Why?"]}]
+    question = {"question": "Sun?", "choices": ["a", "b", "c", "d"], "answer": 2, "subject": "sky"}
+    (folder / "mmlu").mkdir()
+    for name, rows in {
+        "chats.jsonl": [{"messages": chat} for chat in conversations()],
+        "prompts.jsonl": prompts,
+        "mmlu/test-0.jsonl": [question] * 4,
+    }.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> dict[str, str]:
+    """What the commands of the page print, by the name of the launcher; they run in its order."""
+    found = {}
+    for words in commands_of(PAGE):
+        if "bash" in words:
+            found[Path(words[-1]).stem] = launch(folder, words)
+    return found
+
+
+@pytest.mark.feature("ModelOpt: convert.sh writes a Hugging Face folder as a checkpoint")
+def test_a_converted_model_has_the_weights_of_the_folder(
+    folder: Path, printed: dict[str, str]
+) -> None:
+    assert "wrote the checkpoint ck" in printed["convert"]
+    theirs = folder / "Qwen3-0.6B"
+    with open_reader(folder / "ck/iter_0000001") as ours, open_reader(theirs) as published:
+        for key in published.tensors:
+            assert torch.equal(ours.read(key), published.read(key)), key
+    copy = folder / "ck/huggingface/config.json"
+    assert copy.read_text() == (theirs / "config.json").read_text()
+
+
+@pytest.mark.feature("ModelOpt: generate.sh answers conversations in any layout")
+def test_answers_do_not_depend_on_layout_and_drafts(folder: Path, printed: dict[str, str]) -> None:
+    flags = ["--load", str(folder / "ck"), "--osl", "8", "--tensor-model-parallel-size", "2"]
+    flags += ["--draft-length", "2", "--draft-topk", "3", "--inference-draft-model", "ngram"]
+    flags += ["--finetune-hf-dataset", str(folder / "chats.jsonl"), "--export-te-mcore-model"]
+    two = said(PROGRAMS / "generate.py", flags, ranks=2)
+    answers = [text[text.index("{'role'") :] for text in (printed["generate"], two)]
+    assert answers[0] == answers[1]
+    assert answers[0].count("{'role': 'user'") == sum(len(turns) for turns in TURNS) // 2
+    assert "--draft-topk 3 is without effect" in two
+    assert "--export-te-mcore-model: without effect" in two
+
+
+@pytest.mark.feature("ModelOpt: mmlu.sh scores a folder of MMLU, and can require a share")
+def test_mmlu_counts_answers(folder: Path, printed: dict[str, str], tmp_path: Path) -> None:
+    rows = re.findall(r"^(\w+) +\| \d\.\d{3} \| +\d+/ +(\d+)$", printed["mmlu"], re.MULTILINE)
+    assert rows == [("sky", "2"), ("average", "2")]
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test/deep_sky_test.csv").write_text('"Sun, moon?",a,b,c,d,C\n')
+    flags = ["--load", str(folder / "ck"), "--mmlu-dataset", str(tmp_path), "--lower-bound", "1"]
+    ((out, _, code),) = run_ranks(run_program, 1, str(PROGRAMS / "mmlu.py"), flags)
+    assert "deep_sky " in out
+    assert str(code).startswith("--lower-bound 1.0: the average")
+
+
+@pytest.mark.feature("ModelOpt: validate.sh reports the acceptance rate of drafts")
+def test_validate_reports_accepted_drafts_and_compares_texts(
+    folder: Path, printed: dict[str, str], tmp_path: Path
+) -> None:
+    rate, tokens, steps, accepted = re.findall(
+        r"rate: ([\d.]+) tokens in a step \((\d+) tokens, (\d+) steps, (\d+) of",
+        printed["validate"],
+    )[0]
+    assert int(tokens) == 40 == int(steps) + int(accepted)
+    assert float(rate) == pytest.approx(40 / int(steps), abs=1e-3)
+    flags = ["--load", str(folder / "ck"), "--prompts-path", str(folder / "prompts.jsonl")]
+    flags += ["--osl", "20", "--steps", "0", "--ground-truth-path"]
+    out = said(PROGRAMS / "validate.py", [*flags, str(folder / "truth.pt")])
+    assert "all 2 answers equal the ground truth" in out
+    torch.save([torch.tensor([1]), torch.tensor([2])], tmp_path / "wrong.pt")
+    words = [*flags, str(tmp_path / "wrong.pt")]
+    ((_, err, code),) = run_ranks(run_program, 1, str(PROGRAMS / "validate.py"), words)
+    assert "the answers to prompts 1, 2 differ" in err
+    assert code == 65
+
+
+@pytest.mark.feature("ModelOpt: finetune.sh tunes a checkpoint on conversations")
+def test_finetuning_lowers_the_loss(folder: Path, printed: dict[str, str]) -> None:
+    with (
+        open_reader(folder / "tuned/iter_0000004") as tuned,
+        open_reader(folder / "ck/iter_0000001") as before,
+    ):
+        name = "decoder.layers.0.mlp.linear_fc1.weight"
+        assert not torch.equal(tuned.read(name), before.read(name))
+
+
+@pytest.mark.feature("ModelOpt: prune.sh prunes a Hugging Face folder")
+def test_pruning_takes_its_sizes_from_variables(folder: Path, printed: dict[str, str]) -> None:
+    with open_reader(folder / "small/release") as reader:
+        args = reader.common()["args"]
+    assert (args["num_layers"], args["hidden_size"]) == (1, 32)
+
+
+# Program, flags, and the beginning of the error message; {hf} is a Hugging Face folder.
+REFUSED = [
+    ("convert_model", "--save x", "--load (or --pretrained-model-path) is missing"),
+    ("convert_model", "--load gone --save x", "--load gone: no such folder"),
+    ("convert_model", "--load {hf} --pretrained-model-path {hf}", "--load {hf} and --pretrained"),
+    ("convert_model", "--load {hf}", "--save is missing"),
+    ("generate", "", "--load is missing"),
+    ("generate", "--load {hf} --finetune-hf-dataset {chats} --percentage 2", "--percentage 2.0:"),
+    ("generate", "--load {hf} --finetune-hf-dataset {hf} --finetune-data-split x", "no split x"),
+    ("mmlu", "--load {hf} --mmlu-dataset /gone", "--mmlu-dataset /gone: no such file"),
+    ("finetune", "--load {hf}", "--finetune-hf-dataset is missing"),
+    ("prune", "--load {hf} --prune-export-config 3", "--prune-export-config 3: give a JSON"),
+    ("generate", "--load {hf} --device cpu --draft-length 1", "no layers for multi-token"),
+]
+
+
+def test_bad_input_is_one_message(folder: Path) -> None:
+    names = {"hf": folder / "Qwen3-0.6B", "chats": folder / "chats.jsonl"}
+    commands = [
+        [str(PROGRAMS / f"{name}.py"), *flags.format(**names).split()] for name, flags, _ in REFUSED
+    ]
+    (found,) = run_ranks(run_each, 1, commands)
+    for (_, _, message), (err, code) in zip(REFUSED, found, strict=True):
+        assert message.format(**names) in err
+        assert code
+        assert "Traceback" not in err
