@@ -1,8 +1,9 @@
 """Run a function in several ranks, each a process of its own with a default process group.
 
-One fork server per test session has imported torch and megatron but run no operation
-(`tests/support/preload.py`); every call forks fresh ranks from it, so a rank that was killed, or
-that left state behind, harms no other test, and 8 ranks start in a fraction of a second.
+One fork server per test process, itself forked (`tests.support.forked`), has imported torch and
+megatron but run no operation (`tests/support/preload.py`); every call forks fresh ranks from it, so
+a rank that was killed, or that left state behind, harms no other test, and 8 ranks start in a
+fraction of a second.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -19,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, spawn
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device, virtual_ranks
-from tests.support import host_gpu
+from tests.support import forked, host_gpu
 
 # After the first failure the other ranks have this long to report theirs: often the first one
 # heard is only the echo ("connection closed by peer") of the one that matters.
@@ -126,15 +128,15 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
     """The context whose server is running and has imported all it should."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preload"])
-    # The server takes over the environment of its start, not sys.path.
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
+    resource_tracker.ensure_running()  # with Python itself
+    # Forked too: to import torch and megatron takes seconds.
+    device = os.environ.get(host_gpu.ASKED)
+    program = forked.python_on_host_gpu(Path(device)) if device else forked.python()
+    spawn.set_executable(program)
     try:
         forkserver.ensure_running()
     finally:
-        del os.environ["PYTHONPATH"]
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+        spawn.set_executable(sys.executable)
     return context
 
 

@@ -97,3 +97,13 @@ def test_a_module_runs_by_its_name() -> None:
     said = subprocess.run(command, check=True, capture_output=True, text=True)
     assert said.stdout.split()[:2] == ["February", "2000"]
     assert said.stderr == ""
+
+
+def test_code_of_the_command_line_gets_the_file_descriptors_that_are_passed() -> None:
+    source, sink = os.pipe()
+    code = "import os, sys; os.write(int(sys.argv[1]), b'torch' if 'torch' in sys.modules else b'')"
+    command = [forked.python(), "-c", code, str(sink)]
+    subprocess.run(command, check=True, pass_fds=[sink])
+    os.close(sink)
+    with open(source, "rb") as file:
+        assert file.read() == b"torch"

@@ -16,16 +16,19 @@ SERVER_ENDED = 70  # EX_SOFTWARE
 
 
 def main() -> None:
-    if not sys.argv[1].endswith(".py") and sys.argv[1] not in ("-m", "-u"):
+    if sys.argv[1] == "-B":  # multiprocessing repeats it; it came from the environment
+        del sys.argv[1]
+    if not sys.argv[1].endswith(".py") and sys.argv[1] not in ("-c", "-m", "-u"):
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(os.path.join(os.path.dirname(os.path.abspath(__file__)), "socket"))
     command = {"argv": sys.argv[1:], "cwd": os.getcwd(), "environ": dict(os.environ)}
-    content = json.dumps(command).encode()
+    descriptors = sorted({0, 1, 2, *inherited()})
+    content = json.dumps({**command, "descriptors": descriptors}).encode()
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # no signal inside the command
     for number in FORWARDED:
         signal.signal(number, lambda number, _: forward(connection, number))
-    socket.send_fds(connection, [len(content).to_bytes(8, "big")], [0, 1, 2])
+    socket.send_fds(connection, [len(content).to_bytes(8, "big")], descriptors)
     connection.sendall(content)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     status = int(connection.recv(64) or SERVER_ENDED)
@@ -34,6 +37,18 @@ def main() -> None:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
+
+
+def inherited() -> list[int]:
+    """Return the file descriptors that the command was given: Python's own are not inheritable."""
+    found = []
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if os.get_inheritable(number):
+                found.append(number)
+        except OSError:
+            continue  # it belonged to the listing
+    return found
 
 
 def forward(connection: socket.socket, number: int) -> None:

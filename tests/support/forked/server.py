@@ -7,6 +7,7 @@ holds.  The server imports torch and megatron, runs no operation of torch, and s
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -30,6 +31,8 @@ from tests.support.program_end import end, status_of
 PRELOADED = ("torch.distributed.run", "torch.utils.data", "starlette", "uvicorn")
 # A program imports this module for its effects: it imports it again.
 WITH_EFFECTS = "megatron.training.process.early_sigterm"
+_MOST_DESCRIPTORS = 64
+_FIRST_FREE = 256  # number that no client gives a file descriptor
 
 
 @dataclass
@@ -76,7 +79,7 @@ class Server:
                     self._forward(key.data)
 
     def _fork(self, connection: socket.socket) -> Callable[[], None] | None:
-        start, streams, _, _ = socket.recv_fds(connection, 8, 3)
+        start, received, _, _ = socket.recv_fds(connection, 8, _MOST_DESCRIPTORS)
         content = b""
         while len(content) < int.from_bytes(start, "big"):
             content += connection.recv(1 << 20)
@@ -84,9 +87,9 @@ class Server:
         if pid == 0:
             self._leave(connection)
             command = json.loads(content)
-            return lambda: run_program(streams, **command)
-        for stream in streams:
-            os.close(stream)
+            return lambda: run_program(received, **command)
+        for number in received:
+            os.close(number)
         self._programs[pid] = Program(pid, connection)
         self._selector.register(connection, selectors.EVENT_READ, self._programs[pid])
         return None
@@ -138,12 +141,24 @@ class Server:
         end(0)
 
 
-def run_program(streams: list[int], argv: list[str], cwd: str, environ: dict[str, str]) -> None:
-    """Run a program in this process as an interpreter with the arguments ``argv`` does."""
+def run_program(
+    received: list[int],
+    descriptors: list[int],
+    argv: list[str],
+    cwd: str,
+    environ: dict[str, str],
+) -> None:
+    """Run a program in this process as an interpreter with the arguments ``argv`` does.
+
+    ``received`` are the client's file descriptors, which have the numbers ``descriptors`` there.
+    """
     os.setsid()
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
+    apart = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for number in received]
+    for number in received:
+        os.close(number)
+    for number, copy in zip(descriptors, apart, strict=True):
+        os.dup2(copy, number)
+        os.close(copy)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
@@ -161,6 +176,11 @@ def run_program(streams: list[int], argv: list[str], cwd: str, environ: dict[str
         sys.argv = argv[1:]
         warnings.filterwarnings("ignore", module="runpy")  # the module is imported already
         runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
+    elif argv[0] == "-c":
+        sys.path[0] = ""
+        sys.argv = ["-c", *argv[2:]]
+        main.__builtins__ = __builtins__
+        exec(argv[1], main.__dict__)
     else:
         script = Path(argv[0])
         sys.path[0] = str(script.resolve().parent)
