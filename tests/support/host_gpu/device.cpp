@@ -4,12 +4,19 @@
 // of the host among them is an error (but for copies and indices), autograd runs backward passes
 // in a thread of the device, and collectives take its tensors; as on no GPU, all is done at once.
 
-#include <ATen/ATen.h>
+// Torch's headers then declare the operations that they name, and not all of them.
+#define AT_PER_OPERATOR_HEADERS
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_log_softmax.h>
+#include <ATen/ops/_softmax.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
@@ -403,9 +410,9 @@ Tensor& addmm_in_fp32(const Tensor& total, const Tensor& a, const Tensor& b, at:
   for (const Tensor& t : {a, b})
     TORCH_CHECK(t.stride(0) == 1 || t.stride(1) == 1, "cuBLAS reads adjacent values");
   Aliases aliases;
-  const Tensor left = aliases.on_host(a).to(at::kFloat) * alpha;
+  const Tensor left = aliases.on_host(a).to(at::kFloat).mul(alpha);
   Tensor product = left.mm(aliases.on_host(b).to(at::kFloat));
-  if (beta.toDouble() != 0) product = product + aliases.on_host(total) * beta;
+  if (beta.toDouble() != 0) product = product.add(aliases.on_host(total).mul(beta));
   aliases.on_host(out).copy_(product);
   return out;
 }
