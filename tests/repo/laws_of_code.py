@@ -38,7 +38,7 @@ OF_THE_PROCESS = {
     "megatron/core/virtual_ranks/transport.py": "the network that all its ranks talk over",
 }
 
-COMPILERS = {"subprocess", "distutils", "setuptools", "torch.utils.cpp_extension"}
+COMPILERS = {"distutils", "setuptools", "torch.utils.cpp_extension"}
 UNPICKLERS = {"load", "loads", "Unpickler"}
 UNPICKLER_FILE = "megatron/core/dist_checkpointing/megatron_formats/unpickler.py"
 
@@ -143,17 +143,29 @@ def _is_true(node: ast.expr | None) -> bool:
 
 
 def nothing_is_compiled_at_run_time(source: Source) -> Iterator[str]:
-    """megatron starts no other program; Triton and torch.compile are their own affair."""
+    """megatron starts no program but its own; Triton and torch.compile are their own affair.
+
+    A process is started as ``subprocess.Popen([sys.executable, ...])``: Python compiles nothing.
+    """
     if not source.is_under("megatron"):
         return
     for line, name in source.imports():
-        if any(name == c or name.startswith(f"{c}.") for c in COMPILERS):
+        if any(name == c or name.startswith((f"{c}.", "subprocess.")) for c in COMPILERS):
             yield f"{line}: imports {name}"
     for node in source.nodes:
-        if isinstance(node, ast.Call) and re.fullmatch(
-            r"os\.(system|popen|exec\w*|spawn\w*)", dotted(node.func)
+        if not isinstance(node, ast.Call):
+            continue
+        called = dotted(node.func)
+        if re.fullmatch(r"os\.(system|popen|exec\w*|(posix_)?spawn\w*)", called) or (
+            called.startswith("subprocess.") and not _starts_python(node)
         ):
-            yield f"{node.lineno}: {dotted(node.func)}"
+            yield f"{node.lineno}: {called}"
+
+
+def _starts_python(call: ast.Call) -> bool:
+    """Whether the program that a call of subprocess starts is this Python."""
+    words = call.args[0] if call.args else None
+    return isinstance(words, ast.List) and dotted(words.elts[0]) == "sys.executable"
 
 
 def configs_are_read_by_name(source: Source) -> Iterator[str]:

@@ -53,6 +53,7 @@ MAY_IMPORT = {
 TRAINING_LAYERS = (
     {"config"},
     {"tokenizer", "process"},
+    {"preprocess"},
     {"fault_tolerance"},
     {"models"},
     {"estimates"},
@@ -63,7 +64,7 @@ TRAINING_LAYERS = (
     {"callbacks", "planning"},
     {"compat"},
     {"entry"},  # files directly in megatron/training
-    {"conversion", "preprocess"},
+    {"conversion"},
 )
 _ENTRY_ROW = TRAINING_LAYERS.index({"entry"})
 ENTRY = {"__init__", "initialize", "startup_log", "training"}

@@ -82,7 +82,8 @@ BREACHES = {
         ("megatron/core/x.py", "class Mine(pickle.Unpickler):\n    pass"),
     ],
     "nothing_is_compiled_at_run_time": [
-        ("megatron/core/x.py", "import subprocess"),
+        ("megatron/core/x.py", "subprocess.run(['make'])"),
+        ("megatron/core/x.py", "from subprocess import run"),
         ("megatron/core/x.py", "from torch.utils import cpp_extension"),
         ("megatron/core/x.py", "os.system('make')"),
     ],

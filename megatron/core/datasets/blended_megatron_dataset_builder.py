@@ -21,6 +21,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     BlendedMegatronDatasetConfig,
     SplitMatrix,
 )
+from megatron.core.datasets.corpus import Corpus
 from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
 from megatron.core.datasets.utils import Blend, Split, normalize
 
@@ -173,6 +174,9 @@ class BlendedMegatronDatasetBuilder:
     ) -> MegatronDataset | None:
         if fractions is None or size == 0:
             return None
+        if isinstance(source, Corpus):
+            part: Any = fractions
+            return self.cls(source, prefix, part, size, Split(i), self.config)
         count = self.cls.numel_low_level_dataset(source)
         begin, end = (int(round(fraction * float(count))) for fraction in fractions)
         if begin == end:

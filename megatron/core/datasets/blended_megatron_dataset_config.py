@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import isfinite
@@ -45,6 +46,8 @@ class BlendedMegatronDatasetConfig:
     mid_level_dataset_surplus: float = 0.005  # extra share of samples per blended dataset
     verify_data: bool = False  # check .bin against the checksums in .crc
     index_free: bool = False  # compute the order of samples when they are read
+    # Data path -> directory of its shards, for text that is tokenized during training (`Corpus`).
+    corpora: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.blend_per_split is not None and any(self.blend_per_split):

@@ -29,6 +29,7 @@ from torch import Tensor
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.corpus import Corpus, CorpusOrder
 from megatron.core.datasets.index_cache import cached_arrays
 from megatron.core.datasets.index_free import DocumentOrder
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -253,9 +254,9 @@ class GPTDataset(MegatronDataset):
         self._pad: int | None = int(pad) if is_own else None  # its labels get no loss
         self._masks: Sample = {}  # of every sample, if end-of-document tokens have no effect
         self._num_read = config.sequence_length + int(config.add_extra_token_to_sequence)
-        self._order: DocumentOrder | None = None
-        if config.index_free and isinstance(indexed_dataset, IndexedDataset):
-            self._order = self._index_free_order()
+        self._order: DocumentOrder | CorpusOrder | None = None
+        if config.index_free and isinstance(indexed_dataset, IndexedDataset | Corpus):
+            self._order = self._index_free_order(indexed_dataset)
             return
         indices = self._build_document_sample_shuffle_indices()
         self.document_index, self.sample_index, self.shuffle_index = indices
@@ -365,16 +366,16 @@ class GPTDataset(MegatronDataset):
         is_training = self.index_split != Split.valid
         return is_training or self.config.drop_last_partial_validation_sequence
 
-    def _index_free_order(self) -> DocumentOrder:
-        order = DocumentOrder(
-            self.dataset,
-            int(self.indices[0]),
-            int(self.indices[-1]) + 1,
-            length=self.config.sequence_length,
-            extra=int(self.config.add_extra_token_to_sequence),
-            seed=self.config.random_seed,
-            keeps_rest=not self._drops_last,
-        )
+    def _index_free_order(self, source: IndexedDataset | Corpus) -> DocumentOrder | CorpusOrder:
+        settings: dict[str, Any] = {
+            "length": self.config.sequence_length,
+            "extra": int(self.config.add_extra_token_to_sequence),
+            "seed": self.config.random_seed,
+            "keeps_rest": not self._drops_last,
+        }
+        if isinstance(source, Corpus):  # whose indices are a share of each shard
+            return CorpusOrder(source, tuple(self.indices), settings)
+        order = DocumentOrder(source, int(self.indices[0]), int(self.indices[-1]) + 1, **settings)
         if not order.samples_per_epoch:
             raise _too_few_tokens(self._source, order.tokens_per_epoch, self.config.sequence_length)
         return order

@@ -19,11 +19,12 @@ import torch
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.corpus import Corpus
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path
 from megatron.core.datasets.utils import EpochOrder, Split
 
-LowLevelDataset = Sized
+LowLevelDataset = Sized | Corpus
 Sample = dict[str, Any]  # arrays, tensors and scalars by name, for the collate function
 
 
@@ -68,13 +69,16 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Sample]):
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
         """Return the number of elements that --split divides."""
+        assert isinstance(low_level_dataset, Sized), "a corpus has no number while it grows"
         return len(low_level_dataset)
 
     @staticmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
     ) -> LowLevelDataset:
-        """Open the data source: a .bin/.idx pair on disk or in object storage."""
+        """Open the data source: a .bin/.idx pair on disk or in object storage, or a corpus."""
+        if dataset_path is not None and dataset_path in config.corpora:
+            return Corpus(config.corpora[dataset_path], dataset_path)
         cache = config.object_storage_cache_path
         return IndexedDataset(
             given_path(dataset_path),

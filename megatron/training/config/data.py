@@ -31,7 +31,8 @@ class DataConfig:
     )
     data_path: tuple[str, ...] | None = _data(
         None,
-        "Data prefixes (of .bin and .idx): PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...; "
+        "Data prefixes (of .bin and .idx) or text (JSON lines, Parquet, Arrow, a folder of "
+        "datasets), which is tokenized during training: PATH ..., or WEIGHT PATH WEIGHT PATH ...; "
         "--split divides them into train, valid and test.",
         nargs="*",
     )
@@ -66,6 +67,12 @@ class DataConfig:
         False,
         "Verify each MiB of the .bin files against the checksums in PREFIX.crc before its "
         "first read in each process.",
+    )
+    data_text_key: str = _data(
+        "text", "Key or column that holds the text of a document, in text data of --data-path."
+    )
+    data_tokenize_workers: int = _data(
+        1, "Processes that tokenize text data during training.", at_least=1, at_most=MAX_THREADS
     )
     index_free: bool = _data(
         False,

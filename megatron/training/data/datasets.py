@@ -16,6 +16,7 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.config.rule import problems_of
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Blend
@@ -26,9 +27,10 @@ from megatron.training.config.data import DATASETS
 from megatron.training.data.loaders import agree_on, get_blend_and_blend_per_split, reads_data
 from megatron.training.models.kind import ModelImplementation
 from megatron.training.models.registry import implementation_of
+from megatron.training.preprocess.corpus import CorpusSource, sources_of, start
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.context import RunContext
-from megatron.training.tokenizer.base import MegatronTokenizer
+from megatron.training.tokenizer.base import MegatronTokenizer, TokenizerSpec
 from megatron.training.tokenizer.fingerprint import check_data
 
 # Settings that flags and data sets name alike.
@@ -57,6 +59,7 @@ def build_datasets(run: RunContext, num_samples: Sequence[int | None]) -> tuple[
     config = _dataset_config(run)
     if run.is_rank_0 and not data.mock_data:
         _check_data(run, kind, config)
+        _start_tokenizing(run, config)
     reads = reads_data(run)
     cls = kind.datasets[data.mock_data]
     builder = BlendedMegatronDatasetBuilder(cls, list(num_samples), lambda: reads, config)
@@ -117,7 +120,33 @@ def prepare_datasets(run: RunContext) -> None:
 
 def _dataset_config(run: RunContext) -> BlendedMegatronDatasetConfig:
     settings = _common(run) | run.objective.dataset_settings
-    return implementation_of(run.config).dataset_config(run.config, **settings)
+    config = implementation_of(run.config).dataset_config(run.config, **settings)
+    sources = _text_sources(run, config)
+    if not sources:
+        return config
+    return replace(config, index_free=True, corpora={s.path: s.directory for s in sources})
+
+
+def _text_sources(run: RunContext, config: BlendedMegatronDatasetConfig) -> list[CorpusSource]:
+    """Return the data paths that are text; only left-to-right pretraining reads such."""
+    if implementation_of(run.config).datasets[False] is not GPTDataset:
+        return []
+    return sources_of(_paths(config), run.config.data, run.tokenizer)
+
+
+def _start_tokenizing(run: RunContext, config: BlendedMegatronDatasetConfig) -> None:
+    """Start the process that tokenizes text, if there is any to tokenize.  On rank 0."""
+    sources = _text_sources(run, config)
+    workers = run.config.data.data_tokenize_workers
+    if sources and start(sources, TokenizerSpec.of(run.config.tokenizer), workers) is not None:
+        names = ", ".join(source.path for source in sources)
+        print_rank_0(f"tokenizing {names} during training into {sources[0].directory}")
+
+
+def _paths(config: BlendedMegatronDatasetConfig) -> list[str]:
+    """Return the data paths of all splits, each once."""
+    blends = [config.blend] if config.blend is not None else config.blend_per_split or []
+    return [*{path: None for blend in blends if blend is not None for path in blend[0]}]
 
 
 def _common(run: RunContext) -> dict[str, Any]:
@@ -147,8 +176,7 @@ def _check_data(
         "--reset-attention-mask": data.reset_attention_mask,
         "--eod-mask-loss": data.eod_mask_loss,
     }
-    blends = [config.blend] if config.blend is not None else config.blend_per_split or []
-    for prefix in {p: None for blend in blends if blend is not None for p in blend[0]}:
+    for prefix in _paths(config):
         tokens = kind.datasets[False].build_low_level_dataset(prefix, config)
         if not isinstance(tokens, IndexedDataset):  # it holds text, for the run's tokenizer
             continue

@@ -25,33 +25,34 @@ from megatron.core.optional import require
 
 _HEAD_BYTES = 512
 _PARQUET = ".parquet"
+_OF_COLUMNS = (_PARQUET, ".arrow")
 
 
 _ROWS_AT_ONCE = 64  # one dictionary entry may stand for all of them
 
 
 def json_lines(path: str) -> Iterator[tuple[bytes, int]]:
-    """Yield ``{"text": ..., ...}`` lines of a batch of rows, and the bytes read so far."""
-    wanted_by = f"--input {path} is a Parquet file"
+    """Yield ``{"text": ..., ...}`` lines of a batch of rows, and the bytes read so far.
+
+    ``path``: a Parquet or Arrow file.
+    """
+    wanted_by = f"{path}, a file of columns,"
     arrow = require("pyarrow", wanted_by)
-    parquet = require("pyarrow.parquet", wanted_by)
     num_rows = 0
     stored_bytes = os.path.getsize(path)
+    read = _parquet_batches if path.endswith(_PARQUET) else _arrow_batches
     try:
-        # Without threads: workers are forked while the file is open.
-        with parquet.ParquetFile(path, pre_buffer=False) as file:
-            schema = file.schema_arrow
-            columns = [field.name for field in schema if _is_text(field.type, arrow.types)]
+        for batch, share in read(path, wanted_by):
+            columns = [field.name for field in batch.schema if _is_text(field.type, arrow.types)]
             if not columns:
                 raise DataError(
                     f"--input {path} has no column of text or lists of text: its columns are "
-                    + ", ".join(f"{field.name} ({field.type})" for field in schema)
+                    + ", ".join(f"{field.name} ({field.type})" for field in batch.schema)
                 )
-            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns, use_threads=False):
-                rows = batch.to_pylist()
-                num_rows += len(rows)
-                lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                yield lines.encode(), stored_bytes * num_rows // file.metadata.num_rows
+            rows = batch.select(columns).to_pylist()
+            num_rows += len(rows)
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            yield lines.encode(), int(stored_bytes * share)
     except MemoryError:
         raise DataError(
             f"{path}: {_ROWS_AT_ONCE} rows after row {num_rows} do not fit into memory: cut its "
@@ -63,6 +64,27 @@ def json_lines(path: str) -> Iterator[tuple[bytes, int]]:
         raise DataError(
             f"{path} is damaged after row {num_rows}: {error}; copy it again"
         ) from error
+
+
+def _parquet_batches(path: str, wanted_by: str) -> Iterator[tuple[Any, float]]:
+    """Yield batches of rows, and which share of the file is read."""
+    # Without threads: workers are forked while the file is open.
+    with require("pyarrow.parquet", wanted_by).ParquetFile(path, pre_buffer=False) as file:
+        num_rows = 0
+        for batch in file.iter_batches(_ROWS_AT_ONCE, use_threads=False):
+            num_rows += batch.num_rows
+            yield batch, num_rows / file.metadata.num_rows
+
+
+def _arrow_batches(path: str, wanted_by: str) -> Iterator[tuple[Any, float]]:
+    """Yield batches of an Arrow stream, as the datasets library saves it; see above."""
+    source = require("pyarrow", wanted_by).OSFile(path)
+    with require("pyarrow.ipc", wanted_by).open_stream(source) as stream:
+        for batch in stream:
+            batch.validate(full=True)  # offsets beyond the file would end the process
+            share = source.tell() / max(1, source.size())
+            for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                yield batch.slice(start, _ROWS_AT_ONCE), share
 
 
 def _is_text(kind: Any, types: ModuleType) -> bool:
@@ -89,7 +111,7 @@ def pieces(path: str, num_bytes: int) -> Iterator[tuple[bytes, int]]:
             zstandard = require("zstandard", f"--input {path}")
             errors = (*errors, zstandard.ZstdError)
             source = _zstandard_pieces(raw, zstandard)
-        elif path.endswith(_PARQUET):
+        elif path.endswith(_OF_COLUMNS):
             yield from json_lines(path)
             return
         else:
@@ -147,21 +169,21 @@ class Block:
             return file.read(self.end - self.start)
 
 
-def find_inputs(pattern: str) -> list[str]:
-    """Return the sorted matches of ``pattern``.
+def find_inputs(pattern: str, flag: str = "--input") -> list[str]:
+    """Return the sorted matches of ``pattern``, which ``flag`` gives.
 
     Raises ConfigError if there are none, DataError if one is binary.
     """
     paths = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern))
     paths = [path for path in paths if os.path.isfile(path)]
     if not paths:
-        raise ConfigError(f"--input {pattern}: no such file; give a file or a quoted pattern")
+        raise ConfigError(f"{flag} {pattern}: no such file; give a file or a quoted pattern")
     for path in paths:
         head, _ = next(pieces(path, _HEAD_BYTES), (b"", 0))
         if b"\0" in head:
             inside = f" inside {os.path.splitext(path)[1]}" if path.endswith(_COMPRESSED) else ""
             raise DataError(
-                f"--input {path} is binary{inside} (it begins with {head[:8]!r}), not JSON lines "
+                f"{flag} {path} is binary{inside} (it begins with {head[:8]!r}), not JSON lines "
                 "or text: extract or convert it; name gzip .gz, zstd .zst and Parquet .parquet"
             )
     return paths
@@ -178,7 +200,7 @@ def blocks(
 ) -> Iterator[Block]:
     """Yield the records of all files in order, in blocks of about ``num_bytes``."""
     for path in paths:
-        if path.endswith((*_COMPRESSED, _PARQUET)):  # read from the beginning
+        if path.endswith((*_COMPRESSED, *_OF_COLUMNS)):  # read from the beginning
             yield from _blocks_of_stream(path, separator, num_bytes)
             continue
         start = 0

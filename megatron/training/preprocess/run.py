@@ -120,7 +120,8 @@ def preprocess(options: PreprocessOptions, tokenizer: MegatronTokenizer) -> list
     """
     paths = find_inputs(options.input)
     check_one_kind(paths, options.record_format)
-    encoder = _choose_encoder(options, tokenizer, _sample(paths, options.record_format))
+    backend = options.tokenizer_backend
+    encoder = choose_encoder(tokenizer, backend, paths, options.record_format)
     splitter = None
     if options.split_sentences:
         splitter = sentence_splitter(options.lang, options.keep_newlines)
@@ -148,16 +149,17 @@ def preprocess(options: PreprocessOptions, tokenizer: MegatronTokenizer) -> list
     return prefixes
 
 
-def _choose_encoder(
-    options: PreprocessOptions, tokenizer: MegatronTokenizer, sample: Sequence[str]
+def choose_encoder(
+    tokenizer: MegatronTokenizer, backend: str, paths: Sequence[str], record_format: RecordFormat
 ) -> TextEncoder:
-    """Return the first encoder that gives the same ids as the tokenizer's own library."""
-    for encoder in candidates(tokenizer, options.tokenizer_backend):
+    """Return the first encoder that gives the ids of the tokenizer's own library for some texts."""
+    sample = _sample(paths, record_format)
+    for encoder in candidates(tokenizer, backend):
         found = difference(tokenizer, encoder, sample)
         if found is None:
             return encoder
-        if options.tokenizer_backend != "auto":
-            flag = f"--tokenizer-backend {options.tokenizer_backend}"
+        if backend != "auto":
+            flag = f"--tokenizer-backend {backend}"
             raise ConfigError(f"{flag}: {found}; use auto or owner")
         logger.warning("%s; it is switched off", found)
     raise AssertionError("the owner comes last and is never refused")
