@@ -34,8 +34,25 @@ if ! is_ready "$stamp" && ! is_ready .venv/ready-dev; then
     {
         [[ -x .venv/bin/python ]] || "$python" -m venv .venv || { rm -rf .venv && exit 1; }
         # Most modules are never imported; the others are compiled when they are.
-        .venv/bin/python -m pip install --quiet --no-compile "$torch"
-        .venv/bin/python -m pip install --quiet --no-compile --editable ".[$extras]"
+        pip=(.venv/bin/python -m pip install --quiet --no-compile)
+        "${pip[@]}" --no-deps --editable . &  # compiles the extensions in the meantime
+        extensions=$!
+        needs=$(.venv/bin/python - "$extras" <<'EOF'
+import sys
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+for extra in sys.argv[1].split(","):
+    project["dependencies"] += project["optional-dependencies"][extra]
+print("\n".join(project["dependencies"]))
+EOF
+        )
+        "${pip[@]}" "$torch" --requirement <(echo "$needs") || { kill "$extensions"; exit 1; }
+        wait "$extensions"
     } >&2
     echo "$state" >"$stamp"
 fi
