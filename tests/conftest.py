@@ -96,7 +96,10 @@ def same_random_numbers() -> None:
     """Whichever tests ran before in this process, a test draws the same numbers."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    # torch.manual_seed also formats the stack for each kind of device that is not yet in use.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)
