@@ -14,7 +14,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -36,20 +36,25 @@ def json_lines(path: str) -> Iterator[tuple[bytes, int]]:
 
     ``path``: a Parquet or Arrow file.
     """
-    wanted_by = f"{path}, a file of columns,"
+    kind = "a Parquet" if path.endswith(_PARQUET) else "an Arrow"
+    wanted_by = f"--input {path} is {kind} file"
     arrow = require("pyarrow", wanted_by)
     num_rows = 0
     stored_bytes = os.path.getsize(path)
+
+    def text_columns(schema: Any) -> list[str]:
+        columns = [field.name for field in schema if _is_text(field.type, arrow.types)]
+        if not columns:
+            raise DataError(
+                f"--input {path} has no column of text or lists of text: its columns are "
+                + ", ".join(f"{field.name} ({field.type})" for field in schema)
+            )
+        return columns
+
     read = _parquet_batches if path.endswith(_PARQUET) else _arrow_batches
     try:
-        for batch, share in read(path, wanted_by):
-            columns = [field.name for field in batch.schema if _is_text(field.type, arrow.types)]
-            if not columns:
-                raise DataError(
-                    f"--input {path} has no column of text or lists of text: its columns are "
-                    + ", ".join(f"{field.name} ({field.type})" for field in batch.schema)
-                )
-            rows = batch.select(columns).to_pylist()
+        for batch, share in read(path, wanted_by, text_columns):
+            rows = batch.to_pylist()
             num_rows += len(rows)
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             yield lines.encode(), int(stored_bytes * share)
@@ -66,21 +71,27 @@ def json_lines(path: str) -> Iterator[tuple[bytes, int]]:
         ) from error
 
 
-def _parquet_batches(path: str, wanted_by: str) -> Iterator[tuple[Any, float]]:
-    """Yield batches of rows, and which share of the file is read."""
+_Columns = Callable[[Any], list[str]]  # schema -> names
+
+
+def _parquet_batches(path: str, wanted_by: str, choose: _Columns) -> Iterator[tuple[Any, float]]:
+    """Yield batches of the chosen columns, and which share of the file is read."""
     # Without threads: workers are forked while the file is open.
     with require("pyarrow.parquet", wanted_by).ParquetFile(path, pre_buffer=False) as file:
         num_rows = 0
-        for batch in file.iter_batches(_ROWS_AT_ONCE, use_threads=False):
+        columns = choose(file.schema_arrow)
+        for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns, use_threads=False):
             num_rows += batch.num_rows
             yield batch, num_rows / file.metadata.num_rows
 
 
-def _arrow_batches(path: str, wanted_by: str) -> Iterator[tuple[Any, float]]:
+def _arrow_batches(path: str, wanted_by: str, choose: _Columns) -> Iterator[tuple[Any, float]]:
     """Yield batches of an Arrow stream, as the datasets library saves it; see above."""
     source = require("pyarrow", wanted_by).OSFile(path)
     with require("pyarrow.ipc", wanted_by).open_stream(source) as stream:
-        for batch in stream:
+        columns = choose(stream.schema)
+        for each in stream:
+            batch = each.select(columns)
             batch.validate(full=True)  # offsets beyond the file would end the process
             share = source.tell() / max(1, source.size())
             for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
