@@ -57,7 +57,7 @@ BUDGETS: dict[str, int] = {
     "training/checkpointing": 13450,
     "training/compat": 3900,
     "training/config": 7880,
-    "training/conversion": 35700,
+    "training/conversion": 37950,
     "training/data": 4850,
     "training/datasets": 0,
     "training/estimates": 5100,

@@ -25,11 +25,11 @@ from megatron.training.conversion.families import FAMILIES, PARTS
 from megatron.training.conversion.family import Config, Family, Field, Values
 from megatron.training.conversion.lazy import (
     first_rows,
-    plain_numbers,
     stacked,
     unstacked,
     zeros,
 )
+from megatron.training.conversion.quantized import plain_numbers
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import output_of, tensors_of
 from megatron.training.models.registry import model_kind

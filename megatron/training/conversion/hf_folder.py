@@ -120,13 +120,14 @@ def check_values(config: Mapping[str, Any], path: Path) -> None:
 
 
 CONFIG = "config.json"
+MODELOPT_CONFIG = "hf_quant_config.json"
 NO_MODEL = (
     f"no Hugging Face model: it has no {CONFIG}; name the folder that save_pretrained() or a "
     "download made"
 )
 _SAFETENSORS, _BIN = "model.safetensors", "pytorch_model.bin"
 _BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
-_NOT_BESIDE = ("*.index.json", "requirements.txt")
+_NOT_BESIDE = ("*.index.json", "requirements.txt", "*quant*_config.json")
 MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -135,6 +136,8 @@ def read_config(folder: Path) -> JsonObject:
     if not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder} is {NO_MODEL}")
     config = read_json(folder / CONFIG)
+    if (folder / MODELOPT_CONFIG).exists():
+        config.setdefault("quantization_config", {"quant_method": "modelopt"})
     check_values(config, folder / CONFIG)
     return config
 

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.training.checkpointing.checkpoint_args import LOGGED
 from megatron.training.checkpointing.save import CHECKPOINT_VERSION
 from megatron.training.conversion import hf, hf_folder
+from megatron.training.conversion.quantized import plain_numbers
 from megatron.training.conversion.shape import args_of
 from megatron.training.conversion.source import default_args, embedding_of
 from megatron.training.conversion.tensors import box_of
@@ -102,7 +103,7 @@ def read_folder(folder: Path) -> ModelFolder:
         return ModelFolder(
             architecture=images.family.architecture,
             flags=flags_of(images),
-            tensors=import_tensors(images, weights),
+            tensors=import_tensors(images, plain_numbers(weights, config)),
         )
     model = hf.import_model(config, weights)
     return ModelFolder(

@@ -24,6 +24,7 @@ from megatron.core.params.param_info import info_of
 from megatron.core.progress import Progress
 from megatron.core.tile_arrangement import TileArrangement
 from megatron.training.config.run import RunConfig
+from megatron.training.conversion.hf_folder import read_config
 from megatron.training.models.registry import build_model_stage, model_kind_of
 from megatron.training.models.vlm import embeddings_per_tile, image_settings
 
@@ -54,7 +55,7 @@ def compare_logits(
             f"the logits were not compared: that takes {needed / 1e9:.0f} GB of memory and "
             f"{free / 1e9:.0f} GB are free"
         )
-    if "quantization_config" in json.loads((hf_folder / "config.json").read_bytes()):
+    if "quantization_config" in read_config(hf_folder):
         return "the logits were not compared: theirs are of weights in few bits"
     if any(name.startswith("lm_head.") for name in fresh):
         return "the logits were not compared: the weights make none"

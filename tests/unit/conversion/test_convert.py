@@ -219,7 +219,7 @@ def test_weights_that_do_not_fit_are_named(
         ({"hidden_act": "relu"}, "hidden_act relu, which is not built here"),
         ({"hidden_size": None}, "config.json has no hidden_size"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type dynamic"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method gptq: read are mxfp4"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method aqlm: read are gptq"),
     ],
 )
 def test_models_that_are_not_here_are_named(

@@ -21,7 +21,8 @@ from megatron.training.conversion.convert import (
     read_source,
     run_config,
 )
-from megatron.training.conversion.lazy import plain_numbers
+from megatron.training.conversion.lazy import as_lazy
+from megatron.training.conversion.quantized import plain_numbers
 from megatron.training.conversion.verify import our_model
 from tests.support import hugging_face_models as models
 from tests.support import tolerances
@@ -94,33 +95,227 @@ def test_eight_bits_are_read_with_the_factor_of_their_square(tmp_path: Path) -> 
     assert torch.equal(models.weights(tmp_path / "back")[name], expected.bfloat16())
 
 
+def packed(numbers: Tensor, bits: int) -> Tensor:
+    """Pack each row of ``numbers`` [r, c] into int32 words, from the lowest bit."""
+    rows = []
+    for row in numbers.tolist():
+        stream = sum(int(number) << bits * place for place, number in enumerate(row))
+        count = -(-len(row) * bits // 32)
+        words = [(stream >> 32 * place) & 0xFFFFFFFF for place in range(count)]
+        rows.append([word - 2**32 if word >= 2**31 else word for word in words])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def of_awq(numbers: Tensor) -> Tensor:
+    """Order each eight columns as AWQ does and pack them."""
+    order = numbers.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]]
+    return packed(order.flatten(1), 4)
+
+
+def pairs_of_fp4(codes: Tensor) -> Tensor:
+    return (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+
+
+class Sample:
+    """Codes [o, i] of a matrix, zero points and scales [o, g], and its values."""
+
+    def __init__(self, bits: int, group: int = 16, *, shuffled: bool = False) -> None:
+        generator = torch.Generator().manual_seed(bits)
+        self.bits, (rows, columns) = bits, (32, 64)
+        groups = columns // group
+
+        def some(*shape: int) -> Tensor:
+            return torch.randint(0, 2**bits, shape, generator=generator)
+
+        self.codes, self.zeros = some(rows, columns), some(rows, groups)
+        self.scales = torch.rand(rows, groups, generator=generator) + 0.5
+        order = torch.randperm(columns, generator=generator) if shuffled else torch.arange(columns)
+        self.index = order // group
+        zeros, scales = (each[:, self.index] for each in (self.zeros, self.scales))
+        self.values = (self.codes - zeros) * scales
+
+    def of_gptq(self, version: int) -> dict[str, Tensor]:
+        zeros = packed(self.zeros.t(), self.bits)
+        if version == 1:
+            zeros = zeros - sum(1 << at for at in range(0, 32, self.bits))  # with borrows
+        codes = packed(self.codes, self.bits).t().contiguous()
+        return {
+            "qweight": codes,
+            "qzeros": zeros,
+            "scales": self.scales.t().contiguous(),
+            "g_idx": self.index.int(),
+        }
+
+    def of_compressed_tensors(self) -> dict[str, Tensor]:
+        return {
+            "weight_packed": packed(self.codes, self.bits),
+            "weight_scale": self.scales,
+            "weight_zero_point": packed(self.zeros.t(), self.bits).t().contiguous(),
+            "weight_shape": torch.tensor(self.codes.shape),
+            "weight_g_idx": self.index,
+        }
+
+
+def form(name: str) -> tuple[dict[str, Any], dict[str, Tensor], Tensor]:
+    """Return quantization_config, the tensors of a layer, and its values."""
+    four, three = Sample(4), Sample(3)
+    shuffled = Sample(4, shuffled=True)
+    wide = Sample(8, 64)
+    fp4 = torch.tensor(FP4)[four.codes]
+    small = four.scales.to(torch.float8_e4m3fn)
+    signed = (wide.codes - 128).to(torch.int8)
+    of_fp4 = fp4 * small.float()[:, four.index]
+    e4m3 = (wide.codes / 16).to(torch.float8_e4m3fn)
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+    packed_4 = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    two = torch.tensor([2.0])
+    forms: dict[str, tuple[dict[str, Any], dict[str, Tensor], Tensor]] = {
+        "gptq": (gptq, four.of_gptq(1), four.values),
+        "gptq by importance": (gptq, shuffled.of_gptq(1), shuffled.values),
+        "gptq v2": ({**gptq, "checkpoint_format": "gptq_v2"}, four.of_gptq(2), four.values),
+        "gptq v2, 3 bits": (
+            {**gptq, "bits": 3, "checkpoint_format": "gptq_v2"},
+            three.of_gptq(2),
+            three.values,
+        ),
+        "awq": (
+            {**gptq, "quant_method": "awq", "version": "gemm"},
+            {
+                "qweight": of_awq(four.codes.t()),
+                "qzeros": of_awq(four.zeros.t()),
+                "scales": four.scales.t().contiguous(),
+            },
+            four.values,
+        ),
+        "int4": (packed_4, four.of_compressed_tensors(), four.values),
+        "int4 by importance": (packed_4, shuffled.of_compressed_tensors(), shuffled.values),
+        "int3": (packed_4, three.of_compressed_tensors(), three.values),
+        "int8": (
+            packed_4,
+            {"weight": signed, "weight_scale": wide.scales, "input_scale": two},
+            signed * wide.scales,
+        ),
+        "fp8": (packed_4, {"weight": e4m3, "weight_scale": two}, e4m3.float() * 2),
+        "nvfp4": (
+            packed_4,
+            {
+                "weight_packed": pairs_of_fp4(four.codes),
+                "weight_scale": small,
+                "weight_global_scale": two,
+            },
+            of_fp4 / 2,
+        ),
+        "modelopt nvfp4": (
+            {"quant_method": "modelopt"},
+            {
+                "weight": pairs_of_fp4(four.codes),
+                "weight_scale": small,
+                "weight_scale_2": two,
+                "pre_quant_scale": four.scales.flatten()[:64],
+            },
+            of_fp4 * 2 * four.scales.flatten()[:64],
+        ),
+        "modelopt fp8 in squares": (
+            {"quant_method": "modelopt", "weight_block_size": [16, 32]},
+            {"weight": e4m3, "weight_scale": four.scales[:2, :2].reshape(2, 1, 2, 1)},
+            e4m3.float() * four.scales[:2, :2].repeat_interleave(16, 0).repeat_interleave(32, 1),
+        ),
+    }
+    return forms[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gptq", "gptq by importance", "gptq v2", "gptq v2, 3 bits", "awq", "int4"),
+        *("int4 by importance", "int3", "int8", "fp8", "nvfp4", "modelopt nvfp4"),
+        "modelopt fp8 in squares",
+    ],
+)
+def test_codes_of_every_form_are_read_as_their_values(name: str) -> None:
+    settings, parts, expected = form(name)
+    weights = {f"a.{own}": part for own, part in parts.items()}
+    weights |= {"a.bias": torch.ones(3), "b.k_scale": torch.ones(1), "embed": torch.ones(2, 2)}
+    found = plain_numbers(as_lazy(weights), {"quantization_config": settings})
+    assert sorted(found) == ["a.bias", "a.weight", "embed"]
+    assert found["a.weight"].shape == expected.shape
+    torch.testing.assert_close(found["a.weight"].make(), expected)
+
+
+@pytest.mark.feature(
+    "Checkpoints: GPTQ, AWQ, compressed-tensors and ModelOpt folders are read from their codes"
+)
+def test_a_folder_of_modelopt_is_converted_without_its_quantization(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    models.write(theirs, "llama")
+    held = models.weights(theirs)
+    name = "model.layers.0.mlp.up_proj.weight"
+    codes = held[name].to(torch.float8_e4m3fn)
+    scales = {name.replace("weight", own): torch.tensor(0.5) for own in SCALES_OF_MODELOPT}
+    rewritten(theirs, {**held, name: codes, **scales})
+    (theirs / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    converted(theirs, tmp_path / "ours", OURS)
+    converted(tmp_path / "ours", tmp_path / "back", HF)
+    assert torch.equal(models.weights(tmp_path / "back")[name], codes.float() / 2)
+    assert not (tmp_path / "back/hf_quant_config.json").exists()
+
+
+SCALES_OF_MODELOPT = ("weight_scale", "input_scale")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "sentence"),
+    [
+        ("gptq", {"bits": 5}, "has bits 5: 2 or 3 or 4 or 8 is needed"),
+        ("awq", {"version": "gemv"}, "AWQ's version gemv: only gemm is read"),
+        ("awq", {"group_size": "x"}, "has group_size x"),
+        ("gptq by importance", {"g_idx": torch.full((64,), 4)}, "names groups beyond 0 to 3"),
+        ("gptq", {"qzeros": None}, "have a.qweight and no qzeros"),
+        ("int4", {"weight_shape": torch.tensor([32, 0])}, "a.weight_shape has 0 columns"),
+        ("int4", {"weight_scale": torch.ones(32, 5)}, r"asks for torch.float32 \[1, 1\]"),
+        ("nvfp4", {"weight_packed": None}, "no codes of a"),
+        ("fp8", {"weight": torch.ones(2, 2, dtype=torch.int16)}, "is torch.int16: no known codes"),
+    ],
+)
+def test_codes_that_do_not_fit_are_named(name: str, change: dict[str, Any], sentence: str) -> None:
+    settings, parts, _ = form(name)
+    for own, value in change.items():
+        if own in parts:
+            parts[own] = value
+        else:
+            settings[own] = value
+    weights = {f"a.{own}": part for own, part in parts.items() if part is not None}
+    with pytest.raises(CheckpointError, match=sentence):
+        made(weights, settings)
+
+
+def made(weights: dict[str, Tensor], settings: dict[str, Any]) -> list[Tensor]:
+    found = plain_numbers(as_lazy(weights), {"quantization_config": settings})
+    return [tensor.make() for tensor in found.values()]
+
+
 @pytest.mark.parametrize(
     ("kind", "shapes", "sentence"),
     [
-        ("mxfp4", {"a_blocks.0": (2, 1, 16)}, r"have a_blocks\.0 and no a_scales\.0"),
+        ("mxfp4", {"a_blocks.0": (2, 1, 16)}, r"have a_blocks\.0 and no scales"),
         (
             "mxfp4",
             {"a_blocks.0": (2, 3, 16), "a_scales.0": (2, 1)},
             r"a_scales.0 is torch.uint8 \[2, 1\]: .*asks for torch.uint8 \[2, 3\]",
         ),
-        ("fp8", {"a_scale_inv": (1, 1)}, "have a_scale_inv and no a,"),
+        ("fp8", {"a.weight_scale_inv": (1, 1)}, "have a.weight_scale_inv and no codes of a,"),
         (
             "fp8",
-            {"a": (300, 128), "a_scale_inv": (2, 1)},
-            r"a_scale_inv is torch.float32 \[2, 1\]: .*asks for torch.float32 \[3, 1\]",
+            {"a.weight": (300, 128), "a.weight_scale_inv": (2, 1)},
+            r"a.weight_scale_inv is torch.float32 \[2, 1\]: .*asks for torch.float32 \[3, 1\]",
         ),
-        ("fp8", {"a": (3, 3)}, "have a and no a_scale_inv"),
-        (
-            "fp8",
-            {"b": (3, 3), "b_scale_inv": (1, 1)},
-            r"b is torch.uint8 \[3, 3\]: .*asks for torch.float8_e4m3fn",
-        ),
+        ("fp8", {"a.weight": (3, 3)}, "have a.weight and no weight_scale"),
     ],
 )
 def test_scales_that_do_not_fit_are_named(
     kind: str, shapes: dict[str, tuple[int, ...]], sentence: str
 ) -> None:
-    dtypes = {"a": torch.float8_e4m3fn, "a_scale_inv": torch.float32}
+    dtypes = {"a.weight": torch.float8_e4m3fn, "a.weight_scale_inv": torch.float32}
     held = {k: torch.ones(s).to(dtypes.get(k, torch.uint8)) for k, s in shapes.items()}
     weights = {
         k: LazyTensor(k, t.dtype, tuple(t.shape), partial(held.get, k)) for k, t in held.items()

@@ -2,7 +2,7 @@
 
 gpt-oss has sinks, windows in every other layer, YaRN, and experts with biases and clamped gates.
 The experts of a layer are one tensor [E, in, out], in which outputs of the gate and of the up
-projection alternate.  Published models store it in mxfp4 (`lazy`), which is read, not written.
+projection alternate.  Published models store it in mxfp4 (`quantized`), which is read, not written.
 
 DeepSeek V2 and V3 have latent attention, experts and shared experts, and dense layers first.
 """
