@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -26,6 +27,7 @@ from typing import Any
 
 _homes: dict[str, dict[str, tuple[str, str]]] = {}  # path -> name -> (module, its name there)
 _same: dict[str, str] = {}  # path -> the module that it is
+_packages: set[str] = set()  # packages that contain a path
 
 
 def install(table: str) -> None:
@@ -35,6 +37,7 @@ def install(table: str) -> None:
             continue
         path, arrow, entries = f"megatron.{row}".split(maxsplit=2)
         home, _, names = entries.partition(":")
+        _packages.update(path[: dot.start()] for dot in re.finditer(r"\.", path))
         if arrow == "=":
             _same[path] = f"megatron.{home}"
             continue
@@ -57,7 +60,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         """Return the spec of a path of the table, or of a package that contains one."""
         if fullname in _same:
             return importlib.machinery.ModuleSpec(fullname, _Loader())
-        is_package = any(known.startswith(f"{fullname}.") for known in (*_homes, *_same))
+        is_package = fullname in _packages
         if fullname not in _homes and not is_package:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)

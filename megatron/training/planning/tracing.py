@@ -11,12 +11,15 @@ read at these operations.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import operator
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -192,12 +195,50 @@ def attention_without_memory(*args: Any, **kwargs: Any) -> Tensor:
     return out
 
 
+# Module -> what torch's shape functions take from it at each call, if all shapes are integers.
+# The modules import sympy, which takes half a second.
+_OF_INTEGERS: dict[str, dict[str, Any]] = {
+    "sympy": {"Basic": type("Basic", (), {})},
+    "torch.utils._sympy.functions": {"Max": max},
+    "torch.fx.experimental.symbolic_shapes": {
+        "expect_true": bool,
+        "free_unbacked_symbols": lambda _: set(),
+        "guard_or_false": bool,
+        "guard_or_true": bool,
+        "guard_size_oblivious": bool,
+        "guarding_hint_or_throw": int,
+        "has_guarding_hint": lambda _: True,
+        "is_nested_int": lambda _: False,
+        "statically_known_true": bool,
+        "sym_and": lambda *terms: all(terms),
+        "sym_eq": operator.eq,
+        "sym_or": lambda *terms: any(terms),
+    },
+}
+
+
+class _StandIn(ModuleType):
+    """Has the names of `_OF_INTEGERS`; every other name ends all stand-ins."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _remove_stand_ins()
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def _remove_stand_ins() -> None:
+    for name in _OF_INTEGERS:
+        if isinstance(sys.modules.get(name), _StandIn):
+            del sys.modules[name]
+
+
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Do not let torch's shape functions import its compiler, which takes longer than a plan.
+    """Do not let torch's shape functions import its compiler or symbolic shapes, which is slow.
 
-    A decorator of theirs imports it at the first call, to exclude them from it, unless they have
-    the attribute in which it notes that.
+    A decorator of theirs imports the compiler at the first call, to exclude them from it, unless
+    they have the attribute in which it notes that.
     """
     found: list[object] = [*vars(torch._refs).values(), *vars(torch._refs.nn.functional).values()]
     for table in global_decomposition_table.values():
@@ -209,9 +250,14 @@ def without_compiler() -> Iterator[None]:
             setattr(function, _EXCLUDED, function)
             marked.append(function)
             found += [cell.cell_contents for cell in function.__closure__ or ()]
+    if not _OF_INTEGERS.keys() & sys.modules.keys():
+        for name, content in _OF_INTEGERS.items():
+            sys.modules[name] = _StandIn(name)
+            vars(sys.modules[name]).update(content)
     try:
         yield
     finally:
+        _remove_stand_ins()
         for function in marked:
             delattr(function, _EXCLUDED)
 

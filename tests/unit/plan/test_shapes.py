@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.training.planning.tracing import KnownShapes
+from megatron.training.planning import tracing
+from megatron.training.planning.tracing import KnownShapes, without_compiler
 
 aten: Any = torch.ops.aten
 
@@ -70,3 +73,19 @@ def test_a_gemm_that_adds_in_fp32_returns_its_output() -> None:
     func = aten.addmm.dtype_out
     args = (total, x, x, torch.float32)
     assert KnownShapes().result(func, args, {"out": total}) is total
+
+
+def test_a_stand_in_of_a_module_ends_where_another_name_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracing, "_OF_INTEGERS", {"colorsys": {"rgb_to_hsv": None}})
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    with without_compiler():
+        stand_in = importlib.import_module("colorsys")
+        assert stand_in.rgb_to_hsv is None
+        assert stand_in.ONE_THIRD == 1 / 3
+        assert importlib.import_module("colorsys").rgb_to_hsv is not None
+    monkeypatch.delitem(sys.modules, "colorsys")
+    with without_compiler():
+        assert importlib.import_module("colorsys").rgb_to_hsv is None
+    assert importlib.import_module("colorsys").rgb_to_hsv is not None
