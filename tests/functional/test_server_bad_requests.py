@@ -177,6 +177,7 @@ BAD = [
     (R, response(text={"format": {"type": "xml"}}), 400, "text.format.type"),
     (R, response(text={"format": {"type": "json_schema"}}), 400, "text.format"),
     (R, response(text={"x": 1}), 400, "text.x"),
+    (R, response(metadata=5), 400, "metadata"),
     (R, response(include=["message.output_text.logprobs"]), 400, "include"),
     (R, response(temperature="hot"), 400, "temperature"),
     (R, response(new_field=1), 400, "new_field"),

@@ -6,9 +6,9 @@ import base64
 import time
 from typing import Any
 
-from megatron.core.inference.paged_engine.request import Pooling, vector_of
+from megatron.core.inference.paged_engine.request import Pooling, RequestError, vector_of
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.inference.server.fields import ApiError, Body, Fields
+from megatron.inference.server.fields import ApiError, Body, Fields, as_api_error, renamed
 from megatron.inference.server.generation import GenerationRequest, Sample, Service, write
 from megatron.inference.server.http import json_answer
 from megatron.inference.server.openai_api import WITHOUT_EFFECT, read_prompts
@@ -43,7 +43,10 @@ async def answer_embeddings(service: Service, request: Any, body: Body) -> Any:
     wanted = GenerationRequest(
         prompts, params, TextRules(), keeps_tokens=False, adapter=adapter, pooling=pooling
     )
-    samples = await service.samples(wanted, request)
+    try:
+        samples = await service.samples(wanted, request)
+    except (ApiError, RequestError) as error:
+        raise renamed(as_api_error(error), {"prompt": "input"}) from None
 
     def of_sample(sample: Sample) -> list[float] | str:
         vector = vector_of(sample.vector, normalize=normalizes)

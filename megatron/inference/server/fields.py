@@ -50,9 +50,21 @@ def as_api_error(error: MegatronError) -> ApiError:
     if isinstance(error, QueueFullError):
         return ApiError(str(error), status=429, code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, RequestError):
+        if error.param == "model":  # the adapter was unloaded after `Service.check_model`
+            return ApiError(str(error), "model", status=404, code="model_not_found")
         param = "response_format" if error.param == "grammar" else error.param
         return ApiError(str(error), param)
     return ApiError(str(error), status=400 if isinstance(error, ConfigError) else 500)
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return an error about a field with the name that the field has in another API."""
+    name, dot, rest = (error.param or "").partition(".")
+    new = names.get(name)
+    if new is None:
+        return error
+    message = str(error).replace(name, new, 1)
+    return ApiError(message, new + dot + rest, status=error.status, code=error.code)
 
 
 Body: TypeAlias = Mapping[str, Any]

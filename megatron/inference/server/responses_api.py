@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.inference.server.chat_formats import Part
-from megatron.inference.server.fields import ApiError, Body, Fields
+from megatron.inference.server.fields import ApiError, Body, Fields, renamed
 from megatron.inference.server.generation import Objects, Sample, Service
 from megatron.inference.server.openai_api import ChatRequest
 from megatron.inference.text import TextDelta
@@ -48,14 +48,14 @@ class ResponsesRequest(ChatRequest):
         try:
             super().__init__(service, left)
         except ApiError as error:
-            raise _renamed(error) from None
+            raise renamed(error, _NEW_NAMES) from None
 
     async def read(self) -> None:
         """Read the other fields, render the prompt, and set ``generation``.  Raises ApiError."""
         try:
             await super().read()
         except ApiError as error:
-            raise _renamed(error) from None
+            raise renamed(error, _NEW_NAMES) from None
 
     def take(self, sample: Sample, delta: TextDelta) -> list[Part]:
         """Add new text to the items."""
@@ -222,16 +222,6 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-def _renamed(error: ApiError) -> ApiError:
-    """Return an error about a field of a chat with the name that the field has here."""
-    name, dot, rest = (error.param or "").partition(".")
-    new = _NEW_NAMES.get(name)
-    if new is None:
-        return error
-    message = str(error).replace(name, new, 1)
-    return ApiError(message, new + dot + rest, status=error.status, code=error.code)
-
-
 def _chat_body(fields: Fields, body: Body) -> dict[str, Any]:
     """Return the fields of a chat for those that have other names or forms here."""
     for name in _KEPT_NOWHERE:
@@ -243,6 +233,7 @@ def _chat_body(fields: Fields, body: Body) -> dict[str, Any]:
     fields.choice("truncation", "disabled", ("disabled",))
     fields.list_of("include", _included, 16)
     fields.get("max_tool_calls")  # of tools that OpenAI runs
+    fields.sub_object("metadata")  # any names and values; sent back
     if (options := fields.sub_object("stream_options")) is not None:
         options.boolean("include_obfuscation")
         options.refuse_others()

@@ -209,6 +209,12 @@ def test_only_requests_with_the_same_salt_share_pages() -> None:
         ([2], {"logit_bias": {3: float("nan")}}, "logit_bias", "token 3 is nan: "),
         ([2], {"allowed_token_ids": (64,)}, "allowed_token_ids", "has token 64: "),
         ([2], {"bad_words": ((1, 2), (3, 64))}, "bad_words", "has token 64: "),
+        (
+            [2],
+            {"allowed_token_ids": (5, 6), "bad_words": ((6,), (5,), (7, 8))},
+            "allowed_token_ids",
+            "every token of allowed_token_ids: allow another",
+        ),
         ([2], {"stop_token_ids": (2, 64)}, "stop_token_ids", "stop_token_ids has token 64: "),
     ],
 )

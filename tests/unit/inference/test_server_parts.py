@@ -368,6 +368,11 @@ def test_what_the_engine_refuses_is_a_message_of_megatron_too():
     assert (error.status, error.body["message"]) == (400, message)
 
 
+def test_an_adapter_that_was_unloaded_meanwhile_is_not_found():
+    error = as_api_error(RequestError("the adapter 'sql' is not loaded", "model"))
+    assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
+
+
 def test_a_likelier_token_of_the_same_text_stays_in_the_table():
     """lm-eval calls a token greedy if its value is the greatest of its top ones."""
     tokenizer = SimpleNamespace(vocab_size=9, detokenize=lambda ids: "\ufffd" * len(ids))

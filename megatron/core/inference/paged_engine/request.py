@@ -298,6 +298,10 @@ def check_tokens(request: Request, vocab_size: int) -> None:
             if not 0 <= token <= last:
                 text = f"{param} has token {token}: token ids of this model are 0 to {last}"
                 raise RequestError(text, param)
+    allowed = params.allowed_token_ids
+    if allowed and {(token,) for token in allowed} <= {*params.bad_words}:
+        text = "bad_words has every token of allowed_token_ids: allow another token"
+        raise RequestError(text, "allowed_token_ids")
     for token, bias in params.logit_bias.items():
         if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:  # also NaN
             text = f"logit_bias of token {token} is {bias}: give a number from -100 to 100"
