@@ -11,6 +11,7 @@ import ctypes
 import logging
 import multiprocessing
 import re
+import shutil
 import signal
 import sys
 import time
@@ -218,15 +219,17 @@ class Progress:
         elapsed_s = max(time.monotonic() - self._started_at_s, 1e-9)
         share = self._stored / self._total_stored if self._total_stored else 1.0
         left_s = round(elapsed_s * (1 - share) / share) if share else 0
-        print(
+        text = (
             f"Processed {self.num_documents} documents "
             f"({self.num_documents / elapsed_s:.1f} docs/s, "
             f"{self._bytes / 1e6 / elapsed_s:.2f} MB/s), {100 * share:.1f} %, "
-            f"{timedelta(seconds=left_s)} left",
-            end=f"{CLEAR}\r" if can_replace_lines(sys.stderr) and not is_last else "\n",
-            file=sys.stderr,
-            flush=True,
+            f"{timedelta(seconds=left_s)} left"
         )
+        end = "\n"
+        if can_replace_lines(sys.stderr) and not is_last:
+            text = text[: shutil.get_terminal_size().columns - 1]  # a longer one would wrap
+            end = f"{CLEAR}\r"
+        print(text, end=end, file=sys.stderr, flush=True)
 
 
 _WINDOW = 4  # blocks per worker in progress, or waiting for an earlier block
