@@ -2,17 +2,19 @@
 # BERT 340M (large): masked words and the order of sentences, on the 8 GPUs of one machine.
 #
 #   bash examples/bert/train_bert_340m_distributed.sh \
-#       CHECKPOINT_DIR TENSORBOARD_DIR VOCAB_FILE DATA_PREFIX
+#       CHECKPOINT_DIR TENSORBOARD_DIR VOCAB_FILE DATA_PREFIX [FLAGS...]
 #
 # VOCAB_FILE is a vocab.txt of word pieces; the data was made with --split-sentences.
 set -euo pipefail
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
-CHECKPOINT_PATH=${1:-checkpoints/bert_340m}
-TENSORBOARD_LOGS_PATH=${2:-tensorboard/bert_340m}
-VOCAB_FILE=${3:-data/bert-vocab.txt}
-DATA_PATH=${4:-data/my-bert_text_sentence}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/bert_340m}
+TENSORBOARD_LOGS_PATH=${GIVEN[1]:-tensorboard/bert_340m}
+VOCAB_FILE=${GIVEN[2]:-data/bert-vocab.txt}
+DATA_PATH=${GIVEN[3]:-data/my-bert_text_sentence}
 
 DISTRIBUTED_ARGS=(
     --nproc_per_node "${GPUS_PER_NODE:-8}"
@@ -72,4 +74,5 @@ torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_bert.py \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
-    "${EVAL_AND_LOGGING_ARGS[@]}"
+    "${EVAL_AND_LOGGING_ARGS[@]}" \
+    "$@"

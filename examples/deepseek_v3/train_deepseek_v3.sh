@@ -4,17 +4,19 @@
 #
 #   NUM_NODES=128 NODE_RANK=$SLURM_NODEID MASTER_ADDR=node0 \
 #       bash examples/deepseek_v3/train_deepseek_v3.sh \
-#       CHECKPOINT_DIR TENSORBOARD_DIR TOKENIZER DATA_PREFIX
+#       CHECKPOINT_DIR TENSORBOARD_DIR TOKENIZER DATA_PREFIX [FLAGS...]
 #
 # TOKENIZER is a Hugging Face tokenizer's name or folder.
 set -euo pipefail
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
-CHECKPOINT_PATH=${1:-checkpoints/deepseek_v3}
-TENSORBOARD_LOGS_PATH=${2:-tensorboard/deepseek_v3}
-TOKENIZER=${3:-deepseek-ai/DeepSeek-V3-Base}
-DATA_PATH=${4:-data/deepseek_v3_text_document}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/deepseek_v3}
+TENSORBOARD_LOGS_PATH=${GIVEN[1]:-tensorboard/deepseek_v3}
+TOKENIZER=${GIVEN[2]:-deepseek-ai/DeepSeek-V3-Base}
+DATA_PATH=${GIVEN[3]:-data/deepseek_v3_text_document}
 
 DISTRIBUTED_ARGS=(
     --nproc_per_node "${GPUS_PER_NODE:-8}"
@@ -138,4 +140,5 @@ torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
-    "${LOGGING_ARGS[@]}"
+    "${LOGGING_ARGS[@]}" \
+    "$@"

@@ -3,7 +3,7 @@
 #
 #   NUM_NODES=16 NODE_RANK=$SLURM_NODEID MASTER_ADDR=node0 \
 #       bash examples/gpt3/train_gpt3_175b_distributed.sh \
-#       CHECKPOINT_DIR TENSORBOARD_DIR VOCAB_FILE MERGE_FILE DATA_PREFIX
+#       CHECKPOINT_DIR TENSORBOARD_DIR VOCAB_FILE MERGE_FILE DATA_PREFIX [FLAGS...]
 set -euo pipefail
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -14,11 +14,13 @@ NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-6000}
 
-CHECKPOINT_PATH=${1:-checkpoints/gpt3_175b}
-TENSORBOARD_LOGS_PATH=${2:-tensorboard/gpt3_175b}
-VOCAB_FILE=${3:-data/gpt2-vocab.json}
-MERGE_FILE=${4:-data/gpt2-merges.txt}
-DATA_PATH=${5:-data/my-gpt_text_document}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/gpt3_175b}
+TENSORBOARD_LOGS_PATH=${GIVEN[1]:-tensorboard/gpt3_175b}
+VOCAB_FILE=${GIVEN[2]:-data/gpt2-vocab.json}
+MERGE_FILE=${GIVEN[3]:-data/gpt2-merges.txt}
+DATA_PATH=${GIVEN[4]:-data/my-gpt_text_document}
 
 DISTRIBUTED_ARGS=(
     --nproc_per_node "$GPUS_PER_NODE"
@@ -82,4 +84,5 @@ torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
-    "${EVAL_AND_LOGGING_ARGS[@]}"
+    "${EVAL_AND_LOGGING_ARGS[@]}" \
+    "$@"

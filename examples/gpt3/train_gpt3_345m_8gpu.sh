@@ -2,14 +2,16 @@
 # GPT-3 345M, data parallel on the 8 GPUs of one machine.
 #
 #   bash examples/gpt3/train_gpt3_345m_8gpu.sh \
-#       CHECKPOINT_DIR TENSORBOARD_DIR VOCAB_FILE MERGE_FILE DATA_PREFIX
+#       CHECKPOINT_DIR TENSORBOARD_DIR VOCAB_FILE MERGE_FILE DATA_PREFIX [FLAGS...]
 set -euo pipefail
 
-CHECKPOINT_PATH=${1:-checkpoints/gpt3_345m}
-TENSORBOARD_LOGS_PATH=${2:-tensorboard/gpt3_345m}
-VOCAB_FILE=${3:-data/gpt2-vocab.json}
-MERGE_FILE=${4:-data/gpt2-merges.txt}
-DATA_PATH=${5:-data/my-gpt_text_document}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/gpt3_345m}
+TENSORBOARD_LOGS_PATH=${GIVEN[1]:-tensorboard/gpt3_345m}
+VOCAB_FILE=${GIVEN[2]:-data/gpt2-vocab.json}
+MERGE_FILE=${GIVEN[3]:-data/gpt2-merges.txt}
+DATA_PATH=${GIVEN[4]:-data/my-gpt_text_document}
 
 torchrun --standalone --nproc_per_node "${GPUS_PER_NODE:-8}" pretrain_gpt.py \
     --num-layers 24 \
@@ -41,4 +43,5 @@ torchrun --standalone --nproc_per_node "${GPUS_PER_NODE:-8}" pretrain_gpt.py \
     --eval-iters 10 \
     --save "$CHECKPOINT_PATH" \
     --load "$CHECKPOINT_PATH" \
-    --tensorboard-dir "$TENSORBOARD_LOGS_PATH"
+    --tensorboard-dir "$TENSORBOARD_LOGS_PATH" \
+    "$@"

@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # gpt-oss 20B on one machine of 8 GPUs: its experts over all of them, the rest by data parallelism.
 #
-#   bash examples/gpt_oss/train_gpt_oss_20b.sh CHECKPOINT_DIR TENSORBOARD_DIR TOKENIZER DATA_PREFIX
+#   bash examples/gpt_oss/train_gpt_oss_20b.sh \
+#       CHECKPOINT_DIR TENSORBOARD_DIR TOKENIZER DATA_PREFIX [FLAGS...]
 #
 # To go on from its published weights, convert them first (docs/conversion.md) into CHECKPOINT_DIR.
 set -euo pipefail
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
-CHECKPOINT_PATH=${1:-checkpoints/gpt_oss_20b}
-TENSORBOARD_LOGS_PATH=${2:-tensorboard/gpt_oss_20b}
-TOKENIZER=${3:-openai/gpt-oss-20b}
-DATA_PREFIX=${4:-data/gpt_oss_text_document}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/gpt_oss_20b}
+TENSORBOARD_LOGS_PATH=${GIVEN[1]:-tensorboard/gpt_oss_20b}
+TOKENIZER=${GIVEN[2]:-openai/gpt-oss-20b}
+DATA_PREFIX=${GIVEN[3]:-data/gpt_oss_text_document}
 
 torchrun --standalone --nproc_per_node "${GPUS_PER_NODE:-8}" pretrain_gpt.py \
     --expert-model-parallel-size "${EP_SIZE:-8}" \
@@ -78,4 +81,5 @@ torchrun --standalone --nproc_per_node "${GPUS_PER_NODE:-8}" pretrain_gpt.py \
     --eval-iters 10 \
     --save "$CHECKPOINT_PATH" \
     --load "$CHECKPOINT_PATH" \
-    --tensorboard-dir "$TENSORBOARD_LOGS_PATH"
+    --tensorboard-dir "$TENSORBOARD_LOGS_PATH" \
+    "$@"

@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # Llama 2 7B on one machine of 8 GPUs: tensor parallel 2 with sequence parallel, data parallel 4.
 #
-#   bash examples/llama/train_llama2_7b.sh CHECKPOINT_DIR TENSORBOARD_DIR TOKENIZER_MODEL DATA_PREFIX
+#   bash examples/llama/train_llama2_7b.sh \
+#       CHECKPOINT_DIR TENSORBOARD_DIR TOKENIZER_MODEL DATA_PREFIX [FLAGS...]
 #
 # TOKENIZER_MODEL is the SentencePiece file that comes with the model.
 set -euo pipefail
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
-CHECKPOINT_PATH=${1:-checkpoints/llama2_7b}
-TENSORBOARD_LOGS_PATH=${2:-tensorboard/llama2_7b}
-TOKENIZER_MODEL=${3:-data/llama2/tokenizer.model}
-DATA_PREFIX=${4:-data/llama2_text_document}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/llama2_7b}
+TENSORBOARD_LOGS_PATH=${GIVEN[1]:-tensorboard/llama2_7b}
+TOKENIZER_MODEL=${GIVEN[2]:-data/llama2/tokenizer.model}
+DATA_PREFIX=${GIVEN[3]:-data/llama2_text_document}
 
 torchrun --standalone --nproc_per_node "${GPUS_PER_NODE:-8}" pretrain_gpt.py \
     --tensor-model-parallel-size "${TP_SIZE:-2}" \
@@ -53,4 +56,5 @@ torchrun --standalone --nproc_per_node "${GPUS_PER_NODE:-8}" pretrain_gpt.py \
     --eval-iters 10 \
     --save "$CHECKPOINT_PATH" \
     --load "$CHECKPOINT_PATH" \
-    --tensorboard-dir "$TENSORBOARD_LOGS_PATH"
+    --tensorboard-dir "$TENSORBOARD_LOGS_PATH" \
+    "$@"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Llama 3 8B on one machine of 8 GPUs, or on more of them, in bf16 (FP8=1: the matmuls in fp8).
 #
-#   bash examples/llama/train_llama3_8b_h100.sh CHECKPOINT_DIR TENSORBOARD_DIR TOKENIZER DATA_PREFIX
+#   bash examples/llama/train_llama3_8b_h100.sh \
+#       CHECKPOINT_DIR TENSORBOARD_DIR TOKENIZER DATA_PREFIX [FLAGS...]
 #
 # TOKENIZER is a Hugging Face tokenizer's name or folder.  Without TOKENIZER and DATA_PREFIX the
 # run is on mock data, to see that it fits and how fast it is.
@@ -9,10 +10,12 @@ set -euo pipefail
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
-CHECKPOINT_PATH=${1:-checkpoints/llama3_8b}
-TENSORBOARD_LOGS_PATH=${2:-tensorboard/llama3_8b}
-TOKENIZER=${3:-MOCK}
-DATA_PREFIX=${4:-MOCK}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/llama3_8b}
+TENSORBOARD_LOGS_PATH=${GIVEN[1]:-tensorboard/llama3_8b}
+TOKENIZER=${GIVEN[2]:-MOCK}
+DATA_PREFIX=${GIVEN[3]:-MOCK}
 
 DISTRIBUTED_ARGS=(
     --nproc_per_node "${GPUS_PER_NODE:-8}"
@@ -133,4 +136,5 @@ torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py \
     "${PARALLEL_ARGS[@]}" \
     "${FP8_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
-    "${LOGGING_ARGS[@]}"
+    "${LOGGING_ARGS[@]}" \
+    "$@"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A hybrid of Mamba-2, attention and MLP layers, 8B or (MODEL_SCALE=800M) smaller, on 8 GPUs.
 #
-#   bash examples/mamba/train.sh DATA_PREFIX TOKENIZER_MODEL [CHECKPOINT_DIR] [TENSORBOARD_DIR]
+#   bash examples/mamba/train.sh \
+#       DATA_PREFIX TOKENIZER_MODEL [CHECKPOINT_DIR] [TENSORBOARD_DIR] [FLAGS...]
 #
 # TOKENIZER_MODEL is a SentencePiece file.
 set -euo pipefail
@@ -9,10 +10,12 @@ set -euo pipefail
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
 MODEL_SCALE=${MODEL_SCALE:-8B}
-DATA_PATH=${1:-data/mamba_text_document}
-TOKENIZER_MODEL=${2:-data/mamba/tokenizer.model}
-CHECKPOINT_PATH=${3:-checkpoints/mamba_hybrid_$MODEL_SCALE}
-TENSORBOARD_LOGS_PATH=${4:-tensorboard/mamba_hybrid_$MODEL_SCALE}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+DATA_PATH=${GIVEN[0]:-data/mamba_text_document}
+TOKENIZER_MODEL=${GIVEN[1]:-data/mamba/tokenizer.model}
+CHECKPOINT_PATH=${GIVEN[2]:-checkpoints/mamba_hybrid_$MODEL_SCALE}
+TENSORBOARD_LOGS_PATH=${GIVEN[3]:-tensorboard/mamba_hybrid_$MODEL_SCALE}
 
 case $MODEL_SCALE in
 800M) SIZES=(--num-layers 48 --hidden-size 1024 --num-attention-heads 16) TP=1 ;;
@@ -104,4 +107,5 @@ torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_mamba.py \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
-    "${LOGGING_ARGS[@]}"
+    "${LOGGING_ARGS[@]}" \
+    "$@"

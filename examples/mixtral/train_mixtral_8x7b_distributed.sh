@@ -3,7 +3,7 @@
 #
 #   NUM_NODES=4 NODE_RANK=$SLURM_NODEID MASTER_ADDR=node0 \
 #       bash examples/mixtral/train_mixtral_8x7b_distributed.sh \
-#       CHECKPOINT_DIR TOKENIZER_MODEL DATA_PREFIX [TENSORBOARD_DIR]
+#       CHECKPOINT_DIR TOKENIZER_MODEL DATA_PREFIX [TENSORBOARD_DIR] [FLAGS...]
 #
 # TOKENIZER_MODEL is the SentencePiece file that comes with the model.  WANDB_API_KEY, when set,
 # sends the curves to Weights & Biases as well.
@@ -11,10 +11,12 @@ set -euo pipefail
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
-CHECKPOINT_PATH=${1:-checkpoints/mixtral_8x7b}
-TOKENIZER_MODEL=${2:-data/mixtral/tokenizer.model}
-DATA_PATH=${3:-data/mixtral_text_document}
-TENSORBOARD_LOGS_PATH=${4:-tensorboard/mixtral_8x7b}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/mixtral_8x7b}
+TOKENIZER_MODEL=${GIVEN[1]:-data/mixtral/tokenizer.model}
+DATA_PATH=${GIVEN[2]:-data/mixtral_text_document}
+TENSORBOARD_LOGS_PATH=${GIVEN[3]:-tensorboard/mixtral_8x7b}
 
 DISTRIBUTED_ARGS=(
     --nproc_per_node "${GPUS_PER_NODE:-8}"
@@ -113,4 +115,5 @@ torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
-    "${LOGGING_ARGS[@]}"
+    "${LOGGING_ARGS[@]}" \
+    "$@"

@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
 # Qwen2 7B on one machine of 8 GPUs: tensor parallel 4 with sequence parallel, data parallel 2.
 #
-#   bash examples/qwen/train_qwen2_7b.sh CHECKPOINT_DIR TENSORBOARD_DIR TOKENIZER DATA_PREFIX
+#   bash examples/qwen/train_qwen2_7b.sh \
+#       CHECKPOINT_DIR TENSORBOARD_DIR TOKENIZER DATA_PREFIX [FLAGS...]
 set -euo pipefail
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
-CHECKPOINT_PATH=${1:-checkpoints/qwen2_7b}
-TENSORBOARD_LOGS_PATH=${2:-tensorboard/qwen2_7b}
-TOKENIZER=${3:-Qwen/Qwen2-7B}
-DATA_PREFIX=${4:-data/qwen2_text_document}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/qwen2_7b}
+TENSORBOARD_LOGS_PATH=${GIVEN[1]:-tensorboard/qwen2_7b}
+TOKENIZER=${GIVEN[2]:-Qwen/Qwen2-7B}
+DATA_PREFIX=${GIVEN[3]:-data/qwen2_text_document}
 
 torchrun --standalone --nproc_per_node "${GPUS_PER_NODE:-8}" pretrain_gpt.py \
     --tensor-model-parallel-size "${TP_SIZE:-4}" \
@@ -57,4 +60,5 @@ torchrun --standalone --nproc_per_node "${GPUS_PER_NODE:-8}" pretrain_gpt.py \
     --eval-iters 10 \
     --save "$CHECKPOINT_PATH" \
     --load "$CHECKPOINT_PATH" \
-    --tensorboard-dir "$TENSORBOARD_LOGS_PATH"
+    --tensorboard-dir "$TENSORBOARD_LOGS_PATH" \
+    "$@"

@@ -2,17 +2,19 @@
 # T5 220M (base): an encoder reads around hidden spans of words, a decoder writes them; on 8 GPUs.
 #
 #   bash examples/t5/train_t5_220m_distributed.sh \
-#       CHECKPOINT_DIR TENSORBOARD_DIR VOCAB_FILE DATA_PREFIX
+#       CHECKPOINT_DIR TENSORBOARD_DIR VOCAB_FILE DATA_PREFIX [FLAGS...]
 #
 # VOCAB_FILE is a vocab.txt of word pieces; the sentinels of the spans are added to it.
 set -euo pipefail
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
-CHECKPOINT_PATH=${1:-checkpoints/t5_220m}
-TENSORBOARD_LOGS_PATH=${2:-tensorboard/t5_220m}
-VOCAB_FILE=${3:-data/bert-large-cased-vocab.txt}
-DATA_PATH=${4:-data/my-t5_text_document}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/t5_220m}
+TENSORBOARD_LOGS_PATH=${GIVEN[1]:-tensorboard/t5_220m}
+VOCAB_FILE=${GIVEN[2]:-data/bert-large-cased-vocab.txt}
+DATA_PATH=${GIVEN[3]:-data/my-t5_text_document}
 
 DISTRIBUTED_ARGS=(
     --nproc_per_node "${GPUS_PER_NODE:-8}"
@@ -78,4 +80,5 @@ torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_t5.py \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
-    "${EVAL_AND_LOGGING_ARGS[@]}"
+    "${EVAL_AND_LOGGING_ARGS[@]}" \
+    "$@"

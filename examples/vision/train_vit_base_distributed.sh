@@ -2,7 +2,7 @@
 # ViT-B/16: name the class of an image, on the 8 GPUs of one machine.
 #
 #   bash examples/vision/train_vit_base_distributed.sh \
-#       CHECKPOINT_DIR TENSORBOARD_DIR TRAIN_FOLDER VALID_FOLDER [FLAGS]
+#       CHECKPOINT_DIR TENSORBOARD_DIR TRAIN_FOLDER VALID_FOLDER [FLAGS...]
 #
 # The last two hold a folder of images for each class, as ImageNet does (NUM_CLASSES=1000). The same
 # command resumes from CHECKPOINT_DIR, also on another number of GPUs. FLAGS replace those below.
@@ -10,10 +10,12 @@ set -euo pipefail
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
-CHECKPOINT_PATH=${1:-checkpoints/vit_base}
-TENSORBOARD_LOGS_PATH=${2:-tensorboard/vit_base}
-TRAIN_PATH=${3:-data/imagenet/train}
-VALID_PATH=${4:-data/imagenet/val}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/vit_base}
+TENSORBOARD_LOGS_PATH=${GIVEN[1]:-tensorboard/vit_base}
+TRAIN_PATH=${GIVEN[2]:-data/imagenet/train}
+VALID_PATH=${GIVEN[3]:-data/imagenet/val}
 
 DISTRIBUTED_ARGS=(
     --nproc_per_node "${GPUS_PER_NODE:-8}"
@@ -75,4 +77,4 @@ torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_vision_classify.py \
     "${MODEL_PARALLEL_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
     "${EVAL_AND_LOGGING_ARGS[@]}" \
-    "${@:5}"
+    "$@"

@@ -95,8 +95,8 @@ class Launch:
     words: tuple[str, ...]
 
     @classmethod
-    def of(cls, script: str, **environment: str) -> Launch:
-        """By running it."""
+    def of(cls, script: str, *given: str, **environment: str) -> Launch:
+        """By running it with the words ``given``."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             for name_of_program in ("torchrun", "python"):
@@ -104,7 +104,7 @@ class Launch:
                 (folder / name_of_program).chmod(0o755)
             path = f"{folder}{os.pathsep}{os.environ['PATH']}"
             environment |= {"PATH": path, "RECORD": str(folder / "words")}
-            command = ["bash", str(ROOT / "examples" / script)]
+            command = ["bash", str(ROOT / "examples" / script), *given]
             subprocess.run(command, check=True, env={**os.environ, **environment}, cwd=ROOT)
             words = (folder / "words").read_text().splitlines()
         at = next(i for i, word in enumerate(words) if word.endswith(".py"))
@@ -165,6 +165,16 @@ def test_the_fp8_form_of_llama3_parses() -> None:
     parsed = Launch.of("llama/train_llama3_8b_h100.sh", FP8="1", TP_SIZE="2").parse()
     assert parsed.fp8 == "hybrid"
     assert parsed.sequence_parallel
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_flags_follow_the_paths_of_a_script_or_come_alone(script: str) -> None:
+    plain = launch(script)
+    assert Launch.of(script, "--check-only").words == (*plain.words, "--check-only")
+    words = Launch.of(script, "my/folder", "--lr", "1").words
+    assert words[-2:] == ("--lr", "1")
+    assert "my/folder" in words
+    assert len(words) == len(plain.words) + 2
 
 
 @pytest.mark.feature("Examples: scripts that serve and generate, in Megatron-LM's spelling")

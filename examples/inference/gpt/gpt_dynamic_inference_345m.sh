@@ -6,7 +6,9 @@
 # FLAGS go to examples/inference/gpt/gpt_dynamic_inference.py, for instance --prompts or --output-path.
 set -euo pipefail
 
-CHECKPOINT_PATH=${1:-checkpoints/gpt3_345m}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/gpt3_345m}
 
 DISTRIBUTED_ARGS=(
     --nproc_per_node "${GPUS_PER_NODE:-${TP_SIZE:-1}}"
@@ -32,4 +34,4 @@ INFERENCE_ARGS=(
 )
 
 exec torchrun "${DISTRIBUTED_ARGS[@]}" examples/inference/gpt/gpt_dynamic_inference.py \
-    "${INFERENCE_ARGS[@]}" "${@:2}"
+    "${INFERENCE_ARGS[@]}" "$@"

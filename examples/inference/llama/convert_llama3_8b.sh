@@ -7,8 +7,10 @@
 # go to tools/checkpoint/convert.py, for instance --no-verify.
 set -euo pipefail
 
-HF_PATH=${1:-checkpoints/llama3_8b_hf}
-CHECKPOINT_PATH=${2:-checkpoints/llama3_8b}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+HF_PATH=${GIVEN[0]:-checkpoints/llama3_8b_hf}
+CHECKPOINT_PATH=${GIVEN[1]:-checkpoints/llama3_8b}
 
 CONVERSION_ARGS=(
     --model-type GPT
@@ -20,4 +22,4 @@ CONVERSION_ARGS=(
     --bf16
 )
 
-exec python tools/checkpoint/convert.py "${CONVERSION_ARGS[@]}" "${@:3}"
+exec python tools/checkpoint/convert.py "${CONVERSION_ARGS[@]}" "$@"

@@ -7,7 +7,9 @@
 # CHECKPOINT_DIR is what convert_llama3_8b.sh wrote.
 set -euo pipefail
 
-CHECKPOINT_PATH=${1:-checkpoints/llama3_8b}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/llama3_8b}
 
 DISTRIBUTED_ARGS=(
     --nproc_per_node "${GPUS_PER_NODE:-${TP_SIZE:-1}}"
@@ -31,4 +33,4 @@ INFERENCE_ARGS=(
 )
 
 exec torchrun "${DISTRIBUTED_ARGS[@]}" examples/inference/gpt/gpt_static_inference.py \
-    "${INFERENCE_ARGS[@]}" "${@:2}"
+    "${INFERENCE_ARGS[@]}" "$@"

@@ -8,7 +8,9 @@
 # Ask it: curl localhost:5000/v1/completions -d '{"prompt": "def main(", "max_tokens": 32}'
 set -euo pipefail
 
-CHECKPOINT_PATH=${1:-checkpoints/llama3_8b}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/llama3_8b}
 
 DISTRIBUTED_ARGS=(
     --nproc_per_node "${GPUS_PER_NODE:-${TP_SIZE:-1}}"
@@ -29,4 +31,4 @@ SERVER_ARGS=(
     --port "${PORT:-5000}"
 )
 
-exec torchrun "${DISTRIBUTED_ARGS[@]}" tools/run_text_generation_server.py "${SERVER_ARGS[@]}" "${@:2}"
+exec torchrun "${DISTRIBUTED_ARGS[@]}" tools/run_text_generation_server.py "${SERVER_ARGS[@]}" "$@"

@@ -6,7 +6,9 @@
 # FLAGS go to examples/inference/t5/simple_t5_batch_inference.py, for instance --prompts or --output-path.
 set -euo pipefail
 
-CHECKPOINT_PATH=${1:-checkpoints/t5_220m}
+GIVEN=() # paths; flags may follow them
+while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
+CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/t5_220m}
 
 DISTRIBUTED_ARGS=(
     --nproc_per_node "${GPUS_PER_NODE:-1}"
@@ -29,4 +31,4 @@ INFERENCE_ARGS=(
 )
 
 exec torchrun "${DISTRIBUTED_ARGS[@]}" examples/inference/t5/simple_t5_batch_inference.py \
-    "${INFERENCE_ARGS[@]}" "${@:2}"
+    "${INFERENCE_ARGS[@]}" "$@"
