@@ -200,7 +200,7 @@ train() {{
 
 start() {{
     local host=$1 code script
-    script="ENDPOINT=${{HOSTS[0]}}:{PORT} RUN_ID=$RUN_ID NODE_NAME=$host"
+    script="$(printf 'ENDPOINT=%q RUN_ID=%q NODE_NAME=%q' "${{HOSTS[0]}}:{PORT}" "$RUN_ID" "$host")"
     script="$script; $(declare -f train); train"
     while true; do
         code=0
