@@ -266,6 +266,7 @@ def generation_model(
     start = None
     if kind.has_encoder:  # as in training: BOS, else PAD, which is 0 in the published T5
         start = token_of(run.tokenizer, "bos", "pad") or 0
+    heads = run.config.adapters
     return GenerationModel(
         module=module,
         config=run.config.model,
@@ -281,6 +282,8 @@ def generation_model(
         reads_images=kind.reads_images,
         has_grid=isinstance(whole, Qwen2VLModel) and text.position_embedding_type == "mrope",
         num_logits=run.padded_vocab_size if run.config.language_model.pad_vocab_in_loss else None,
+        num_heads=heads.export_num_medusa_heads or int(heads.has_eagle),
+        heads_repeat=heads.has_eagle,
     )
 
 

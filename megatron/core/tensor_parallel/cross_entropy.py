@@ -2,7 +2,7 @@
 
 ``v`` true vocabulary size, ``p`` padded size; a rank holds p/tp columns.  Padding columns are not
 part of the softmax, so the loss does not depend on the padding that a layout needs.  Collectives
-over the group: one max and one sum all-reduce in forward, none in backward.
+over the group in forward: one max and one sum all-reduce, in `kl_divergence` two more.
 """
 
 from __future__ import annotations
@@ -125,3 +125,61 @@ def vocab_parallel_cross_entropy(
     return _VocabParallelCrossEntropy.apply(
         vocab_parallel_logits, target, smoothing, tp_group, vocab_size
     )
+
+
+def kl_divergence(
+    student: Tensor,
+    teacher: Tensor,
+    temperature: float = 1.0,
+    *,
+    tp_group: ProcessGroup,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """Return KL(teacher || student) of each token: two logits [..., p/tp] -> [...].
+
+    Both softmaxes have ``temperature``; the result is not multiplied by its square.  Only the
+    student's logits have a gradient.  ``vocab_size``: true size if the logits have padding columns,
+    which take no part.  Collective over ``tp_group`` in forward.
+    """
+    return _KLDivergence.apply(student, teacher.detach(), temperature, tp_group, vocab_size)
+
+
+class _KLDivergence(Function[Tensor]):
+    """Saves the gradient of the logits: nothing else is needed in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Context[int],
+        student: Tensor,
+        teacher: Tensor,
+        temperature: float,
+        group: ProcessGroup,
+        vocab_size: int | None,
+    ) -> Tensor:
+        columns = true_columns(student.shape[-1], vocab_size, group)
+        both = torch.stack([at_least_float32(x[..., :columns]) for x in (student, teacher)])
+        both /= temperature
+        log_q, log_p = both - log_sum_exp(both, group).unsqueeze(-1)
+        p = log_p.exp()
+        loss = all_reduce_over((p * (log_p - log_q)).sum(-1), group)
+        gradient = torch.zeros_like(student)
+        gradient[..., :columns] = (log_q.exp_() - p) / temperature
+        ctx.save_for_backward(gradient)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Context[int], grad: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (grad.unsqueeze(-1) * gradient).to(gradient.dtype), None, None, None, None
+
+
+def log_sum_exp(logits: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the logarithm of the sum of exponentials over the vocabulary: [..., c] -> [...].
+
+    ``c`` true columns of this rank, perhaps 0.  No gradient.  Collective over ``group``.
+    """
+    shape = logits.shape[:-1]
+    highest = logits.amax(-1) if logits.shape[-1] else logits.new_full(shape, float("-inf"))
+    all_reduce_over(highest, group, op=dist.ReduceOp.MAX)
+    total = (logits - highest.unsqueeze(-1)).exp().sum(-1)
+    return highest + all_reduce_over(total, group).log()

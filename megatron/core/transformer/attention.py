@@ -443,6 +443,8 @@ class CrossAttention(Attention):
 class SelfAttention(SelfAttentionBase):
     """Self attention with heads sharded over the tensor-parallel group."""
 
+    input_parts = 1  # hidden states that are joined in its input
+
     def build_projections(self, submodules: SelfAttentionSubmodules) -> None:
         """Build the QKV projection and the norms of queries and keys."""
         config = self.config
@@ -451,7 +453,7 @@ class SelfAttention(SelfAttentionBase):
         self.is_windowed = window_of_layer(config, self.layer_number - 1) is not None
         self.linear_qkv = self.projection(
             submodules.linear_qkv,
-            config.hidden_size,
+            self.input_parts * config.hidden_size,
             self.query_projection_size + 2 * self.kv_projection_size,
             bias=config.add_bias_linear or config.add_qkv_bias,
         )

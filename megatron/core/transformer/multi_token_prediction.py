@@ -81,10 +81,10 @@ def tokens_ahead(
     table = _complete_rows(table, lengths, cp)
     result = []
     for k in range(1, num_depths + 1):
-        shifted = _shifted(table, lengths, k)
-        tokens, labels, mask = shifted[own].permute(1, 2, 0)
+        moved = shifted(table, lengths, k)
+        tokens, labels, mask = moved[own].permute(1, 2, 0)
         ids = tokens.long(), labels.long()
-        result.append(ShiftedTargets(*ids, mask.to(rows[2].dtype), shifted[:, 2].sum()))
+        result.append(ShiftedTargets(*ids, mask.to(rows[2].dtype), moved[:, 2].sum()))
     return result
 
 
@@ -104,7 +104,7 @@ def roll_tensor(
     packed = None if packed_seq_params is None else packed_seq_params.lengths
     lengths = row_lengths(packed, len(table) * size)
     table = table if cp_group is None else _complete_rows(table, lengths, cp_group)
-    rolled = _shifted(table, lengths, -shifts)[held_tokens(lengths, rank, size, tensor.device)]
+    rolled = shifted(table, lengths, -shifts)[held_tokens(lengths, rank, size, tensor.device)]
     rolled = rolled.movedim(0, dims).contiguous()
     return rolled, rolled.sum()
 
@@ -118,7 +118,7 @@ def _complete_rows(table: Tensor, lengths: tuple[int, ...], cp: ProcessGroup) ->
     return all_gather_first_dim(table, cp)[order]
 
 
-def _shifted(table: Tensor, lengths: tuple[int, ...], k: int) -> Tensor:
+def shifted(table: Tensor, lengths: tuple[int, ...], k: int) -> Tensor:
     """Return what is ``k`` positions after each token [s, ..]; 0 where its sequence has ended."""
     is_over = torch.arange(len(table), device=table.device) + k >= sequence_ends(
         lengths, table.device
@@ -314,14 +314,32 @@ class MultiTokenPredictionBlock(MegatronModule):
     def attach(self, hidden: Tensor, depth: int, losses: Tensor, ahead: ShiftedTargets) -> Tensor:
         """Return ``hidden`` with the token ``losses`` [b, s/cp] of ``depth`` (from 0) attached.
 
-        The backward pass of the result also runs backward through the losses.  Their mean enters
-        the gradient, weighted by --mtp-loss-scaling-factor / number of depths.  With
-        --calculate-per-token-loss their sum enters, since gradients are divided by the number of
-        tokens later.  The mean is logged as "mtp_<depth + 1> loss".
+        They have the weight --mtp-loss-scaling-factor / number of depths.
         """
-        total = (losses * ahead.loss_mask).sum()
-        reported = torch.stack([total.detach(), ahead.loss_mask.sum().to(total.dtype)])
-        if not self.config.calculate_per_token_loss:
-            total = total / ahead.num_tokens.to(total.dtype).clamp(min=1)
         factor = self.config.mtp_loss_scaling_factor / self.num_depths
-        return self.aux_losses.attach(hidden, f"mtp_{depth + 1} loss", total, factor, reported)
+        by_token = self.config.calculate_per_token_loss
+        return attach_losses(
+            self.aux_losses, hidden, f"mtp_{depth + 1} loss", (losses, ahead), factor, by_token
+        )
+
+
+def attach_losses(
+    attached: AuxLosses,
+    x: Tensor,
+    name: str,
+    losses: tuple[Tensor, ShiftedTargets],
+    weight: float,
+    by_token: bool,
+) -> Tensor:
+    """Return ``x``, whose backward pass also runs backward through the losses [b, s/cp] of tokens.
+
+    ``losses``: they, and the targets that they have.  Their mean enters the gradient, times
+    ``weight``, and is logged as ``name``.  ``by_token`` (--calculate-per-token-loss): their sum
+    enters, since gradients are divided by the number of tokens later.
+    """
+    of_tokens, ahead = losses
+    total = (of_tokens * ahead.loss_mask).sum()
+    reported = torch.stack([total.detach(), ahead.loss_mask.sum().to(total.dtype)])
+    if not by_token:
+        total = total / ahead.num_tokens.to(total.dtype).clamp(min=1)
+    return attached.attach(x, name, total, weight, reported)

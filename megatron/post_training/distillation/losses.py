@@ -2,7 +2,6 @@
 
 ``s`` tokens, ``b`` sequences, ``h`` hidden size; ``v`` true vocabulary size, ``p`` padded size: a
 tensor-parallel rank holds p/tp columns of logits.  All losses are computed in fp32.
-`kl_divergence` communicates over tp in forward only: one max all-reduce and two sum all-reduces.
 """
 
 from __future__ import annotations
@@ -19,60 +18,19 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import ConfigError
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.parallel.collectives import all_reduce_over
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.cross_entropy import at_least_float32, true_columns
+from megatron.core.tensor_parallel.cross_entropy import (
+    at_least_float32,
+    log_sum_exp,
+    true_columns,
+)
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim
 from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import Batch, ModelImplementation
 
 _NAMES = ("logits distillation loss", "intermediate distillation loss")
 _LEAST_REST = 1e-7  # probability of all tokens that are not stored, beyond float32's rounding
-
-
-def kl_divergence(
-    student: Tensor,
-    teacher: Tensor,
-    temperature: float = 1.0,
-    *,
-    tp_group: ProcessGroup,
-    vocab_size: int | None = None,
-) -> Tensor:
-    """Return KL(teacher || student) of each token: two logits [..., p/tp] -> [...].
-
-    Both softmaxes have ``temperature``; the result is not multiplied by its square.  Only the
-    student's logits have a gradient.  ``vocab_size``: true size if the logits have padding columns,
-    which take no part.  Collective over ``tp_group`` in forward.
-    """
-    return _KLDivergence.apply(student, teacher.detach(), temperature, tp_group, vocab_size)
-
-
-class _KLDivergence(Function[Tensor]):
-    """Saves the gradient of the logits: nothing else is needed in backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Context[int],
-        student: Tensor,
-        teacher: Tensor,
-        temperature: float,
-        group: ProcessGroup,
-        vocab_size: int | None,
-    ) -> Tensor:
-        columns = true_columns(student.shape[-1], vocab_size, group)
-        both = torch.stack([at_least_float32(x[..., :columns]) for x in (student, teacher)])
-        both /= temperature
-        log_q, log_p = both - log_sum_exp(both, group).unsqueeze(-1)
-        p = log_p.exp()
-        loss = _sum_over(group, (p * (log_p - log_q)).sum(-1))
-        gradient = torch.zeros_like(student)
-        gradient[..., :columns] = (log_q.exp_() - p) / temperature
-        ctx.save_for_backward(gradient)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Context[int], grad: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return (grad.unsqueeze(-1) * gradient).to(gradient.dtype), None, None, None, None
 
 
 def divergence_from_stored(
@@ -120,7 +78,7 @@ class _LogProbsAt(Function[Tensor]):
         total = log_sum_exp(x, group)
         ctx.save_for_backward(logits, total, index, is_mine)
         ctx.values = columns
-        return _sum_over(group, found.masked_fill(~is_mine, 0)) - total.unsqueeze(-1)
+        return all_reduce_over(found.masked_fill(~is_mine, 0), group) - total.unsqueeze(-1)
 
     @staticmethod
     def backward(ctx: Context[int], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -154,26 +112,6 @@ def find_most_probable(
         values, places = values.topk(k)
         ids = ids.gather(-1, places)
     return ids, values - log_sum_exp(x, tp_group).unsqueeze(-1)
-
-
-def log_sum_exp(logits: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the logarithm of the sum of exponentials over the vocabulary: [..., c] -> [...].
-
-    ``c`` true columns of this rank, perhaps 0.  No gradient.  Collective over ``group``.
-    """
-    shape = logits.shape[:-1]
-    highest = logits.amax(-1) if logits.shape[-1] else logits.new_full(shape, float("-inf"))
-    if group.size() > 1:
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    total = (logits - highest.unsqueeze(-1)).exp().sum(-1)
-    return highest + _sum_over(group, total).log()
-
-
-def _sum_over(group: ProcessGroup, values: Tensor) -> Tensor:
-    """Sum ``values``, which the caller owns, over ``group`` in place."""
-    if group.size() > 1:
-        dist.all_reduce(values, group=group)
-    return values
 
 
 def cosine_loss(student: Tensor, teacher: Tensor) -> Tensor:

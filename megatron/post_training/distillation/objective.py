@@ -29,6 +29,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.schedules import Shape
+from megatron.core.tensor_parallel.cross_entropy import kl_divergence
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.text_files import parse_yaml, read_text
 from megatron.core.transformer.module import MegatronModule, frozen_models
@@ -38,7 +39,6 @@ from megatron.post_training.distillation.losses import (
     HIDDEN_LOSSES,
     balance_losses,
     distillation_loss,
-    kl_divergence,
     lm_losses,
     map_chunks,
     require_wrapper,

@@ -25,6 +25,7 @@ from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS
 from megatron.core.transformer.pipeline_parallel_layer_layout import parse_layout
+from megatron.training.config.adapters import HEAD_SIZES, MTP
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.preference import reads_conversations
 from megatron.training.config.run import data_parallel_size
@@ -55,13 +56,18 @@ def virtual_ranks(ns: Namespace) -> Iterator[str]:
 def parallel_degrees(ns: Namespace) -> Iterator[str]:
     """Set values that follow from one flag, and switch off parallelism that has nothing to shard.
 
-    --num-experts 0 and --mtp-num-layers 0 are like absent flags; dist_muon is Muon with sharded
-    state; the seed of initial weights, the same on all ranks, is --seed.
+    --num-experts 0, --mtp-num-layers 0 and 0 draft heads are like absent flags; dist_muon is Muon
+    with sharded state; the seed of initial weights, the same on all ranks, is --seed.
     --expert-tensor-parallel-size is ignored without --num-experts, and --sequence-parallel with
     --tensor-model-parallel-size 1 (with a warning).
     """
     ns.num_experts = ns.num_experts or None
     ns.mtp_num_layers = ns.mtp_num_layers or None
+    for name in HEAD_SIZES:
+        setattr(ns, name, getattr(ns, name) or None)
+    is_mtp = ns.export_eagle_algorithm == MTP
+    if num_trained := ns.export_num_mtp or (is_mtp and ns.export_num_eagle_layers):
+        ns.mtp_num_layers = num_trained
     ns.use_distributed_optimizer |= ns.optimizer == "dist_muon"
     ns.init_seed = ns.seed
     if not ns.num_experts:

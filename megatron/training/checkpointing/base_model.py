@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: they name the frozen model that they belong to, and do not hold it.
+"""Checkpoints of adapters, or of draft heads: they name their frozen model and do not hold it.
 
 The base is named by its folder and by a hash of its weights, which is the same in every layout.
 Both are stored beside the command line, as ``lora_base_folder`` and ``lora_base_hash``.
@@ -20,6 +20,7 @@ from megatron.core.peft.lora import is_of_adapter
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
 from megatron.training.checkpointing.paths import resolve_folder
 
+HEADS = ("draft.", "mtp.")  # prefixes of draft heads, if they are trained alone
 _FOLDER = "lora_base_folder"
 _HASH = "lora_base_hash"
 
@@ -46,17 +47,20 @@ def base_named_in(arguments: Arguments) -> BaseModel | None:
 
 
 def has_adapters(parts: RunParts) -> bool:
-    """Return whether the model has adapters; a stage without any counts as one of a model."""
+    """Return whether this stage has adapters, or draft heads that are trained alone."""
+    infos = (info_of(param) for chunk in parts.model_chunks for param in chunk.parameters())
     return any(
-        is_of_adapter(info_of(param).name)
-        for chunk in parts.model_chunks
-        for param in chunk.parameters()
+        is_of_adapter(info.name) or (info.is_new and info.name.startswith(HEADS)) for info in infos
     )
 
 
 def of_base(tensors: Iterable[TensorRecord]) -> list[TensorRecord]:
     """Return the tensors that a checkpoint of the base holds: frozen weights, and buffers."""
-    return [tensor for tensor in tensors if tensor.is_constant or tensor.is_buffer]
+    return [
+        tensor
+        for tensor in tensors
+        if tensor.is_constant or (tensor.is_buffer and not tensor.key.startswith(HEADS))
+    ]
 
 
 def of_adapters(tensors: Iterable[TensorRecord]) -> list[TensorRecord]:

@@ -29,6 +29,7 @@ from megatron.training.arguments.parser import OF_PROGRAM, build_parser
 from megatron.training.arguments.resolve import assemble
 from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.checkpointing.paths import find, read_content, usable
+from megatron.training.config.adapters import HEAD_SIZES, HEADS
 from megatron.training.config.language_model import MODEL_KINDS
 from megatron.training.models.registry import model_kind
 from megatron.training.process.rank_print import print_rank_0
@@ -89,6 +90,7 @@ FORCED = (
     *YARN,
     *IMAGES,
     *ADAPTERS,
+    *HEADS,
     "num_classes",
     *MIMO,
 )
@@ -134,7 +136,7 @@ SHOWN_BY_TENSORS = frozenset(
     moe_shared_expert_gate moe_router_enable_expert_bias q_lora_rank kv_lora_rank
     hybrid_override_pattern
     """.split()
-)
+) | {*HEADS}
 # Flags that --finetune may change: the model is trained for longer contexts.
 LEARNED_ANEW = frozenset(
     """
@@ -240,6 +242,8 @@ def _forced(namespace: argparse.Namespace, asked: Arguments) -> Iterable[str]:
     omitted = {"img_h", "img_w"} if reads_any_size else set()
     if asked.get("lora_rank") is None:  # the base of this run's adapters
         omitted |= set(ADAPTERS)
+    if not any(asked.get(name) for name in HEAD_SIZES):  # the model that this run trains heads on
+        omitted |= set(HEADS)
     yield from (each for each in FORCED if each not in omitted)
     yield from (name for name in asked if name.startswith(FORCED_PREFIXES))
     if namespace.use_tokenizer_model_from_checkpoint_args:

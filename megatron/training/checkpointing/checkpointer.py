@@ -86,7 +86,7 @@ class Checkpointer:
         if run.config.checkpoint.non_persistent_ckpt_type == "in_memory":
             announce_memory(run.config.checkpoint, parts)
         run.timers("load-checkpoint").stop(barrier=True)
-        if run.config.adapters.lora is not None:
+        if run.config.adapters.lora is not None or run.config.adapters.has_heads:
             base = loaded.base if loaded is not None else identify(parts, None)
             self.adapter_base = None if base is None else base.arguments
             if (base_dtype := run.config.adapters.lora_base_dtype) is not None:

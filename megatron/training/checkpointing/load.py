@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.config.value_types import JsonObject
@@ -40,9 +41,11 @@ from megatron.core.parallel.collectives import (
     is_so_everywhere,
     on_rank_0,
 )
+from megatron.core.peft.draft_heads import begin_heads
 from megatron.core.rerun.faults import RerunMode, log
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing.base_model import (
+    HEADS,
     BaseModel,
     base_named_in,
     check_base,
@@ -284,7 +287,7 @@ def _load_folder(
     named = base_named_in(common["args"])
     base = None
     if with_adapters and named is None:  # the folder may be the base
-        wanted = of_base(wanted)
+        wanted = _of_base_with_heads(wanted, folder, world)
     elif with_adapters and named is not None:
         wanted = of_adapters(wanted)
         base = _load_base(config, parts, folder, named, explanation)
@@ -294,7 +297,7 @@ def _load_folder(
             "--lora-rank and the other flags of the run that wrote it"
         )
     if config.allow_missing_vision_projection_checkpoint:
-        present = on_rank_0(partial(_projector_keys, folder), folder, world)
+        present = on_rank_0(partial(_keys_with, (_PROJECTOR,), folder), folder, world)
         wanted = [t for t in wanted if _PROJECTOR not in t.key or t.key in present]
     if verify_first:
         _load_tensors(config, parts, folder, explanation, [_discarding(t) for t in wanted])
@@ -312,6 +315,7 @@ def _load_folder(
     path = str(folder.resolve())
     if with_adapters and base is None:
         base = identify(parts, path)
+        begin_heads(parts.model_chunks, [tensor.key for tensor in wanted])
     sections.monitor.has_loaded = True
     state = {} if weights_only else _read_rank_state(config, folder, parts)
     loaded = _restore(config, parts, common, state, path, weights_only=weights_only)
@@ -363,9 +367,18 @@ def _restore(
     )
 
 
-def _projector_keys(folder: Path) -> list[str]:
+def _of_base_with_heads(
+    wanted: list[TensorRecord], folder: Path, world: ProcessGroup
+) -> list[TensorRecord]:
+    """Return the tensors of the base, and of its own layers of MTP that this run trains."""
+    present = on_rank_0(partial(_keys_with, HEADS, folder), folder, world)
+    return [*of_base(wanted), *(t for t in wanted if t.key in present and not t.is_constant)]
+
+
+def _keys_with(parts: tuple[str, ...], folder: Path) -> list[str]:
+    """Return the names of tensors in ``folder`` that contain one of ``parts``."""
     with open_reader(folder) as reader:
-        return [key for key in reader.tensors if _PROJECTOR in key]
+        return [key for key in reader.tensors if any(part in key for part in parts)]
 
 
 def _load_base(

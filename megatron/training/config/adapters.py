@@ -1,4 +1,4 @@
-"""Flags of low-rank adapters (LoRA)."""
+"""Flags of what is trained on a frozen model: low-rank adapters (LoRA) and draft heads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from megatron.core.config.option import option
 from megatron.core.peft.lora import ALL_LINEAR, LoraConfig
 from megatron.core.tensor_parallel.frozen_weight import FORMATS
 
+EAGLE_3 = "eagle3"
+MTP = "eagle-mtp"
+# Flags (dests) of draft heads for which 0 is the same as their absence; and all.
+HEAD_SIZES = (
+    "export_num_medusa_heads",
+    "export_num_eagle_layers",
+    "export_num_mtp",
+    "export_draft_vocab_size",
+    "export_eagle_ffn_hidden_size",
+)
+HEADS = (*HEAD_SIZES, "export_eagle_algorithm", "export_freeze_mtp")
 _adapters = partial(option, group="adapters")
+_heads = partial(option, group="ModelOpt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +58,57 @@ class AdaptersConfig:
         "run.",
         choices=FORMATS,
     )
+
+    export_num_medusa_heads: int | None = _heads(
+        None,
+        "Freeze the model and train so many Medusa heads: head k predicts the token k + 1 "
+        "positions ahead; --inference-draft-model heads uses them. Checkpoints hold them alone.",
+        at_least=0,
+    )
+    export_num_eagle_layers: int | None = _heads(
+        None,
+        "Freeze the model and train a draft head of so many layers: 1 with "
+        "--export-eagle-algorithm eagle3, any number with eagle-mtp.",
+        at_least=0,
+    )
+    export_eagle_algorithm: str = _heads(
+        MTP,
+        "Draft head of --export-num-eagle-layers: a layer that reads three layers of the model "
+        "(eagle3), or layers for multi-token prediction (eagle-mtp).",
+        choices=(EAGLE_3, MTP, "eagle1"),
+        refused_values={
+            "eagle1": "EAGLE-1 reads one layer of the model and accepts fewer tokens; use eagle3"
+        },
+    )
+    export_draft_vocab_size: int | None = _heads(
+        None,
+        "Number of tokens that EAGLE-3 can draft, those with the lowest ids; default: all of them.",
+        at_least=0,
+    )
+    export_eagle_ffn_hidden_size: int | None = _heads(
+        None, "Width of the MLP of EAGLE-3; default: that of the model.", at_least=0
+    )
+    export_num_mtp: int | None = _heads(
+        None,
+        "Freeze the model and train so many layers for multi-token prediction; layers that the "
+        "model has start with its weights.",
+        at_least=0,
+    )
+    export_freeze_mtp: tuple[int, ...] = _heads(
+        (), "Layers for multi-token prediction, from 0, that are not trained either.", nargs="*"
+    )
+
+    @property
+    def has_eagle(self) -> bool:
+        """Whether a layer of EAGLE-3 is trained."""
+        return bool(self.export_num_eagle_layers) and self.export_eagle_algorithm == EAGLE_3
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether the model is frozen, and draft heads or layers of MTP are trained."""
+        return bool(
+            self.export_num_medusa_heads or self.export_num_eagle_layers or self.export_num_mtp
+        )
 
     @property
     def lora(self) -> LoraConfig | None:

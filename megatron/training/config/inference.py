@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
-DraftKind: TypeAlias = Literal["ngram", "mtp"]
+DraftKind: TypeAlias = Literal["ngram", "mtp", "heads"]
 WeightFormat: TypeAlias = Literal["saved", "bf16", "int8"]
 KVFormat: TypeAlias = Literal["auto", "bf16", "int8"]
 _EMBEDDINGS = "training writes no vectors of texts: tools/bert_embedding.py does"
@@ -103,9 +103,9 @@ class InferenceConfig:
     inference_draft_model: DraftKind = _engine(
         "ngram",
         "Where the tokens of --inference-num-draft-tokens come from: what followed the same tokens "
-        "in earlier text (ngram), or the model's layers for multi-token prediction (mtp; see "
-        "--mtp-num-layers).",
-        choices=("ngram", "mtp"),
+        "in earlier text (ngram), the model's layers for multi-token prediction (mtp; see "
+        "--mtp-num-layers), or its draft heads (heads; see --export-num-medusa-heads).",
+        choices=("ngram", "mtp", "heads"),
         parse=str,
     )
     inference_weights: WeightFormat = _engine(

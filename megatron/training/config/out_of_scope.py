@@ -182,6 +182,8 @@ export_te_mcore_model | Build the layers of Transformer Engine in a script of Mo
     --transformer-impl transformer_engine, the default, builds them
 export_force_local_attention | Build Megatron Core's own attention in a script of ModelOpt. |
     --attention-backend chooses the attention
+export_parallel_draft_step int 1 | Tokens that EAGLE drafts in one pass of its layer. | the layer
+    drafts one token in each pass
 export_model_type str GPTModel | Class of the model in a script of ModelOpt. | the entry program, or
     --model-kind, chooses the model
 finetune_hf_dataset str | Conversations for the programs of examples/post_training/modelopt. |

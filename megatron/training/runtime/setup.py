@@ -40,6 +40,7 @@ from megatron.core.parallel.process_groups_config import (
 )
 from megatron.core.parallel.rank_grid import RankGrid
 from megatron.core.params.param_init import initialize_parameters
+from megatron.core.peft.draft_heads import attach_draft_heads
 from megatron.core.peft.lora import attach_adapters, check_targets, names_in
 from megatron.core.tensor_parallel.overlap import overlap_layers
 from megatron.core.tensor_parallel.quantized_linear import quantizers_of
@@ -130,6 +131,9 @@ def build_model_chunks(
         with torch.device("meta") if on_meta else contextlib.nullcontext():
             for chunk in chunks:
                 attach_adapters(chunk, run.config.adapters.lora)
+    if run.config.adapters.has_heads:
+        for chunk in chunks:
+            attach_draft_heads(chunk, run.config.adapters)
     for chunk in chunks:
         _initialize(run, chunk)
     _print_number_of_parameters(run, chunks)
@@ -254,6 +258,7 @@ def _sums_gradients(run: RunContext) -> bool:
         or training.global_batch_size != training.micro_batch_size
         or config.model.calculate_per_token_loss
         or config.model.mtp_num_layers is not None
+        or config.adapters.has_heads
     )
 
 

@@ -119,14 +119,15 @@ def added_losses(
     """Return the auxiliary losses of a step by name.  Collective over all ranks.
 
     Three dictionaries: the losses of expert layers averaged over layers; those of single layers,
-    with --moe-per-layer-logging; the losses of multi-token prediction, as this rank's [sum, count].
+    with --moe-per-layer-logging; the losses of multi-token prediction and draft heads, as
+    this rank's [sum, count].
     """
     taken = [
         (losses.layer_index, name, value)
         for losses in aux_losses_of(run.model_chunks)
         for name, value in losses.take().items()
     ]
-    ahead = {name: value for _, name, value in taken if name.startswith("mtp_")}
+    ahead = {name: value for _, name, value in taken if name.endswith(" loss")}
     return *_expert_losses(run, taken, num_microbatches), ahead
 
 

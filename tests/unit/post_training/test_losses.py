@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.tensor_parallel.cross_entropy import kl_divergence
 from megatron.post_training.distillation.losses import (
     balance_losses,
     cosine_loss,
     divergence_from_stored,
     find_most_probable,
-    kl_divergence,
     mse_loss,
 )
 from tests.support import tolerances

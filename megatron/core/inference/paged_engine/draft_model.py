@@ -1,4 +1,4 @@
-"""Draft tokens by the model's multi-token-prediction (MTP) layers, after each step.
+"""Draft tokens by the model's multi-token-prediction (MTP) layers or draft heads, after each step.
 
 Depth d (from 1) computes the row of position p from the row of depth d - 1 (depth 0: the decoder)
 and the token at p + d; its logits are those of the token at p + d + 1, as in training.  Its keys
@@ -10,6 +10,10 @@ after it: the next step writes the entries of these rows anew.
 
 A row that has read a token which is not yet known, or a draft that is then rejected, leaves an
 entry that makes later drafts worse; tokens never depend on these entries.
+
+The layer of EAGLE-3 is one such depth, which reads three layers of the decoder in place of the last
+one; Medusa's heads are depths that read the row of the decoder and have no entries (see
+`peft.draft_heads`).
 
 Collective over tp, in this order: broadcast of the sampled tokens, then for each draft the layer
 and a broadcast of the draft.  With experts also over ep: all ranks run the same number of layers.
@@ -59,7 +63,8 @@ class DraftModel:
         num_tokens: int,
     ) -> None:
         self._predict = get_attr_wrapped_model(module, "predict_ahead")
-        self._logits = get_attr_wrapped_model(module, "logits")
+        self._logits = get_attr_wrapped_model(module, "draft_logits")
+        self._features = get_attr_wrapped_model(module, "draft_features")
         self._tp = groups.tp
         self._in_lockstep = groups.ep.size() > 1
         self._cache = cache
@@ -102,7 +107,7 @@ class DraftModel:
             if not wanting:
                 return
             at = upload(wanting, where)
-            logits = self._logits(hidden.index_select(0, at), gather=True)[0]
+            logits = self._logits(hidden.index_select(0, at), min(number, layers) - 1)[0]
             found = torch.empty_like(at)
             if self._sampler is not None:
                 behind = positions + number
@@ -111,6 +116,7 @@ class DraftModel:
                 found = self._sampler.draft(logits, StepPlan(rows))
             drafts[at, number - 1] = self._shared(found)
 
+        hidden = self._features(hidden)
         for number in range(1, layers + 1):
             hidden = self._predict(hidden, ids, number - 1, view.at_depth(number))
             last = hidden.index_select(0, ends)

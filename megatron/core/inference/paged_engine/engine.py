@@ -94,7 +94,7 @@ class Engine:
         longest = min(
             options.max_sequence_length or model.max_sequence_length, model.max_sequence_length
         )
-        num_draft_layers = options.num_draft_layers(model.config.mtp_num_layers or 0)
+        num_draft_layers = model.num_draft_layers(options)
         self._page_size = 256 if device.is_cuda(model.device) else 16
         if options.page_size is not None:  # more than the longest sequence is never used
             most = -(-longest // self._page_size) * self._page_size
@@ -276,10 +276,10 @@ class Engine:
         """
         if self.model.load_adapter is None:
             raise ConfigError(f"adapter {name}: only GPT and Mamba models have adapters")
-        if self.options.batch_invariant or self.options.draft_model == "mtp":
+        if self.options.batch_invariant or self.options.draft_model != "ngram":
             raise ConfigError(
                 f"adapter {name}: not with --inference-batch-invariant or --inference-draft-model "
-                "mtp; start without them, or merge the adapter into its model"
+                "mtp or heads; start without them, or merge the adapter into its model"
             )
         self._finish_steps()
         number = next(self._numbers)

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from megatron.core.config.errors import ConfigError
 
-DraftKind: TypeAlias = Literal["ngram", "mtp"]
+DraftKind: TypeAlias = Literal["ngram", "mtp", "heads"]
 KVFormat: TypeAlias = Literal["auto", "bf16", "int8"]
 
 _BATCHING = "--inference-dynamic-batching"
@@ -22,9 +22,9 @@ class EngineOptions:
     of longest sequences that the cache holds.  ``guaranteed_fraction`` of the pages is reserved for
     running requests when another one starts.  ``weights`` and ``batch_invariant`` are properties of
     the model too: see `use_fast_linears`.  ``kv_cache``: format of keys and values in pages, "auto"
-    is that of the model.  ``draft_model``: source of the ``num_draft_tokens``: earlier text, or
-    the model's layers for multi-token prediction.  Raises ConfigError for a value that is out of
-    range.
+    is that of the model.  ``draft_model``: source of the ``num_draft_tokens``: earlier text, the
+    model's layers for multi-token prediction, or its draft heads.  Raises ConfigError for a
+    value that is out of range.
     """
 
     buffer_bytes: int = 2**30
@@ -77,24 +77,35 @@ class EngineOptions:
             if value is not None and value < least
         ]
 
-    def num_draft_layers(self, num_mtp_layers: int) -> int:
-        """Return how many of a model's MTP layers draft.
+    def num_draft_layers(self, num_mtp_layers: int, num_heads: int, *, repeats: bool) -> int:
+        """Return how many of a model's MTP layers or draft heads draft.
 
-        Raises ConfigError if they should and cannot.
+        ``repeats``: the last of them also drafts the tokens after its own.  Raises ConfigError if
+        they should draft and cannot.
         """
-        if self.draft_model != "mtp":
+        if self.draft_model == "ngram":
             return 0
-        if not num_mtp_layers:
+        flag = f"--inference-draft-model {self.draft_model}"
+        is_mtp = self.draft_model == "mtp"
+        count = num_mtp_layers if is_mtp else num_heads
+        if not count:
+            lack = "layers for multi-token prediction" if is_mtp else "draft heads"
+            trains = "--mtp-num-layers" if is_mtp else "--export-num-medusa-heads"
             raise ConfigError(
-                "--inference-draft-model mtp: the model has no layers for multi-token prediction; "
-                "train it with --mtp-num-layers, or use --inference-draft-model ngram"
+                f"{flag}: the model has no {lack}; train it with {trains}, or use "
+                "--inference-draft-model ngram"
             )
         if not self.num_draft_tokens:
             raise ConfigError(
-                "--inference-draft-model mtp has no effect with --inference-num-draft-tokens 0: "
-                "ask for 1 draft token or more"
+                f"{flag} has no effect with --inference-num-draft-tokens 0: ask for 1 draft token "
+                "or more"
             )
-        return min(num_mtp_layers, self.num_draft_tokens)
+        if self.num_draft_tokens > count and not repeats:
+            raise ConfigError(
+                f"--inference-num-draft-tokens {self.num_draft_tokens}: the model has {count} "
+                f"Medusa heads, which draft one token each; give at most {count}"
+            )
+        return min(count, self.num_draft_tokens)
 
 
 @dataclass(frozen=True)
@@ -110,5 +121,5 @@ class EngineLimits:
     has_prefix_cache: bool = True
     has_recurrent_layers: bool = False  # their state is not in pages: nothing can be shared
     num_draft_tokens: int = 0
-    num_draft_layers: int = 0  # MTP layers that draft; 0: drafts come from earlier text
+    num_draft_layers: int = 0  # layers that draft; 0: drafts come from earlier text
     num_reserved_pages: int = 0  # kept for requests that run: none starts with fewer free

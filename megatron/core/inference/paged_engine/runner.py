@@ -83,12 +83,20 @@ class GenerationModel:
     reads_images: bool = False
     has_grid: bool = False
     num_logits: int | None = None  # default: vocab_size
+    num_heads: int = 0  # draft heads, which predict a token each; a layer of EAGLE-3 is one
+    heads_repeat: bool = False  # the last one also drafts the tokens after its own
 
     def request(self, request_id: str, prompt: list[int], params: SamplingParams) -> Request:
         """Return a request that continues ``prompt``, which an encoder reads if there is one."""
         if self.decoder_start is None:
             return Request(request_id, prompt, params)
         return Request(request_id, [self.decoder_start], params, source=prompt)
+
+    def num_draft_layers(self, options: EngineOptions) -> int:
+        """Return how many layers or heads of the model draft tokens.  Raises ConfigError."""
+        mtp = self.config.mtp_num_layers or 0
+        repeats = self.heads_repeat or options.draft_model == "mtp"
+        return options.num_draft_layers(mtp, self.num_heads, repeats=repeats)
 
     @property
     def is_last_stage(self) -> bool:
@@ -120,7 +128,7 @@ class ModelRunner:
         if model.samples:
             self._sampler = Sampler(slots, model.vocab_size, model.device, eod=model.eod)
         self._draft_model: DraftModel | None = None
-        num_layers = options.num_draft_layers(model.config.mtp_num_layers or 0)
+        num_layers = model.num_draft_layers(options)
         if num_layers and model.is_last_stage:
             sizes = num_layers, options.num_draft_tokens
             self._draft_model = DraftModel(model.module, model.groups, cache, self._sampler, *sizes)

@@ -41,6 +41,7 @@ class GPTModel(LanguageModule):
     """A decoder-only language model."""
 
     position_types = ("learned_absolute", "rope", "mrope", "alibi", "none")
+    is_frozen = False  # the model has or trains draft heads alone: it runs without dropout
 
     @library_call(
         f"... {OPTIONS} rotary_base rope_scaling rope_scaling_factor "
@@ -80,6 +81,7 @@ class GPTModel(LanguageModule):
         # Projects replace the class in this module.
         self.decoder = self.build_decoder(transformer_layer_spec, TransformerBlock)
         self._has_own_attention: bool | None = None  # known after the first forward pass
+        self.draft: Any = None  # heads of `peft.draft_heads` on the last stage
         self.mtp: MultiTokenPredictionBlock | None = None
         if mtp_block_spec is not None and self.post_process:
             self.mtp = MultiTokenPredictionBlock(
@@ -88,6 +90,13 @@ class GPTModel(LanguageModule):
         if self.post_process:
             self.output_layer = self.build_output_layer()
         self.finalize_parameters()
+
+    def train(self, mode: bool = True) -> GPTModel:
+        """Set the mode; embedding and decoder under draft heads stay in evaluation mode."""
+        super().train(mode)
+        for part in (self.embedding, self.decoder) if self.is_frozen else ():
+            part.eval()
+        return self
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Set the hidden states that the previous stage sent."""
@@ -233,13 +242,36 @@ class GPTModel(LanguageModule):
             shared = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
             shared |= extra_block_kwargs or {}
             hidden_states = self._with_predictions(hidden_states, rows, attention_mask, shared)
-        return (self.loss_runner or self.token_losses)(hidden_states, labels)
+        losses = (self.loss_runner or self.token_losses)(hidden_states, labels)
+        if self.draft is None or not self.training:
+            return losses
+        rows = input_ids, labels, loss_mask
+        attached: Tensor = self.draft.attach(
+            losses, hidden_states, rows, attention_mask, packed_seq_params
+        )
+        return attached
+
+    def draft_features(self, hidden: Tensor) -> Tensor:
+        """Return the state that the first draft reads, for final hidden states [N, 1, h]."""
+        found: Tensor = hidden if self.draft is None else self.draft.features(hidden)
+        return found
+
+    def draft_logits(self, state: Tensor, depth: int) -> Tensor:
+        """Map the state [r, 1, h] of ``depth`` (from 0) to logits [1, r, v]."""
+        if self.draft is None:
+            return self.logits(state, gather=True)
+        found: Tensor = self.draft.logits(state, depth)
+        return found
 
     def predict_ahead(self, hidden: Tensor, tokens: Tensor, depth: int, cache: KVCache) -> Tensor:
-        """Return the hidden states [N, 1, h] of MTP ``depth`` (from 0) in generation.
+        """Return the hidden states [N, 1, h] of MTP ``depth`` (from 0), or of a draft head.
 
-        ``hidden``: those of the depth before it.  ``tokens`` [N]: ``depth`` + 1 positions ahead.
+        ``hidden``: those of the depth before it, first `draft_features`.  ``tokens`` [N]: ``depth``
+        + 1 positions ahead.  In generation.
         """
+        if self.draft is not None:
+            found: Tensor = self.draft.predict(hidden, tokens, depth, cache)
+            return found
         assert self.mtp is not None, "the model has no MTP layers"
         row = len(tokens), None, cache
         out, *_ = self.mtp.layers[depth](
@@ -310,14 +342,15 @@ class RewardModel(GPTModel):
         """Rename the output layer, because a checkpoint's is of another shape."""
         return {"output_layer.weight": "score.weight", **super().renamed_parameters()}
 
-    def logits(self, hidden: Tensor, *, gather: bool) -> Tensor:
+    def logits(self, hidden: Tensor, *, gather: bool, layer: object = None) -> Tensor:
         """Raise ConfigError: there are no logits."""
         raise ConfigError("a reward model scores tokens and generates none: pass labels")
 
-    def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def token_losses(self, hidden: Tensor, labels: Tensor, layer: object = None) -> Tensor:
         """Map hidden states [s, b, h], or [s/tp, b, h], to the score of each token [b, s], float32.
 
-        Labels are not read.  With sequence parallelism collective over the tensor-parallel group.
+        Labels and ``layer`` are not read.  With sequence parallelism collective over the
+        tensor-parallel group.
         """
         scores: Tensor = self.output_layer(hidden)[0]
         if self.config.sequence_parallel:

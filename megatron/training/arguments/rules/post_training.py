@@ -1,10 +1,10 @@
-"""Rules about fine-tuning, preference learning, RL, adapters, and distillation."""
+"""Rules about fine-tuning, preference learning, RL, adapters, draft heads and distillation."""
 
 from __future__ import annotations
 
 from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
-from megatron.training.arguments.rules.rule import named, several
+from megatron.training.arguments.rules.rule import Settings, named, several
 from megatron.training.config.preference import SIGMOID
 from megatron.training.config.run import DPO, OF_CONVERSATIONS, PRETRAINING, REWARD, SFT
 
@@ -123,6 +123,74 @@ _ADAPTERS = where(
     },
 )
 
+_NOT_WITH_HEADS = (
+    "--dpo-beta --reward-model --perform-rl-step --export-kd-teacher-load --logits-load-dir "
+    "--logits-save-dir --use-torch-fsdp2 --use-megatron-fsdp --enable-cuda-graph "
+    "--external-cuda-graph --save-hf"
+)
+_KINDS_OF_HEADS = "--export-num-medusa-heads --export-num-eagle-layers --export-num-mtp"
+_HEADS = rules(
+    where(
+        lambda c: c.has_heads,
+        {
+            "{found} exclude each other: a run trains one kind of draft heads, and adapters in a "
+            "run of their own; keep one of them": several(f"{_KINDS_OF_HEADS} --lora-rank"),
+            "{found} with {--model-kind} is not available: draft heads are implemented for "
+            "pretrain_gpt.py": lambda c: c.model_kind not in (None, "gpt") and _heads_of(c),
+            "{found} needs --load or --pretrained-checkpoint: draft heads are trained on a model "
+            "that is trained already": lambda c: (
+                _trains(c) and not (c.load or c.pretrained_checkpoint) and _heads_of(c)
+            ),
+            "{found} with draft heads is not available: they are trained by pretraining or --sft, "
+            "with tensor and data parallelism; leave it out": named(_NOT_WITH_HEADS),
+            "{found} with {--pipeline-model-parallel-size} is not available: stages without heads "
+            "would have nothing to train; use tensor and data parallelism": lambda c: (
+                c.pipeline_model_parallel_size > 1 and (_trains(c) or c.has_eagle) and _heads_of(c)
+            ),
+            "{found} and {--ckpt-format} exclude each other: a checkpoint of draft heads has "
+            "--ckpt-format safetensors_dist or torch_dist": lambda c: (
+                c.save is not None
+                and c.ckpt_format not in ("safetensors_dist", "torch_dist")
+                and _heads_of(c)
+            ),
+        },
+    ),
+    where(
+        lambda c: bool(c.export_num_medusa_heads or c.has_eagle),
+        {
+            "{--mtp-num-layers} with draft heads: the engine drafts by one of the two; leave one "
+            "of the flags out": "--mtp-num-layers",
+        },
+    ),
+    where(
+        lambda c: c.has_eagle,
+        {
+            "{--export-num-eagle-layers} with --export-eagle-algorithm eagle3: the head has one "
+            "layer; give 1": lambda c: c.export_num_eagle_layers > 1,
+            "--export-eagle-algorithm eagle3 with {--position-embedding-type}: its layer rotates "
+            "queries and keys; use a model with rope, or "
+            "--export-num-medusa-heads": lambda c: c.position_embedding_type != "rope",
+            "--export-eagle-algorithm eagle3 and --multi-latent-attention exclude each other: its "
+            "layer has the heads of grouped-query attention; use --export-num-medusa-heads": None,
+            "--export-eagle-algorithm eagle3 with {--context-parallel-size} is not available: its "
+            "steps attend to the complete row; use 1": lambda c: c.context_parallel_size > 1,
+            "{--export-draft-vocab-size} with {--tensor-model-parallel-size}: each rank has an "
+            "equal part of the draft vocabulary; give a multiple of it": lambda c: (
+                (c.export_draft_vocab_size or 0) % c.tensor_model_parallel_size
+            ),
+        },
+    ),
+)
+
+
+def _heads_of(c: Settings) -> str:
+    """Return the flag by which a run has draft heads."""
+    return next(iter(named(_KINDS_OF_HEADS)(c)), "")
+
+
+def _trains(c: Settings) -> bool:
+    return bool(c.config.trains and not c.skip_train)
+
 
 _RL = where(
     "--perform-rl-step",
@@ -229,6 +297,7 @@ RULES = rules(
     _EVALUATION,
     _PREFERENCE,
     _ADAPTERS,
+    _HEADS,
     _RL,
     _DISTILLATION,
 )

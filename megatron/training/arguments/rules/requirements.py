@@ -53,6 +53,9 @@ _FLAGS_NEEDED = parse_table(
 --position-embedding-type learned_absolute | reset_position_ids
 --position-embedding-type relative | relative_attention_num_buckets relative_attention_max_distance
 --mtp-num-layers | mtp_loss_scaling_factor
+--export-num-eagle-layers | export_eagle_algorithm
+--export-eagle-algorithm eagle3 | export_draft_vocab_size export_eagle_ffn_hidden_size
+--export-num-mtp or --export-num-eagle-layers | export_freeze_mtp
 --use-rope-scaling | rope_scaling_factor
 --group-query-attention | num_query_groups
 --swiglu, --geglu or --quick-geglu | activation_func_clamp_value glu_linear_offset

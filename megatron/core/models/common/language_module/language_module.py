@@ -292,9 +292,11 @@ class LanguageModule(MegatronModule):
         packed: PackedSeqParams | None = None,
         cache: KVCache | None = None,
         position_ids: Tensor | None = None,
+        ahead: int = 0,
     ) -> RotaryTable | None:
         """Return rotary angles of this rank's ``num_tokens`` tokens; None without RoPE.
 
+        ``ahead``: number of positions by which the tokens are later, without a cache.
         ``position_ids``: with M-RoPE, [3, b, s/cp] time, height and width of this rank's tokens.
         Other ids are not read: a token's position is its place in its sequence.
         """
@@ -317,9 +319,9 @@ class LanguageModule(MegatronModule):
         total = num_tokens * cp.size()
         if packed is None:
             held = None if cp.size() == 1 else self._held_tokens(num_tokens, None)
-            return rotary.table(total, 0, dtype, held)
+            return rotary.table(total, ahead, dtype, held)
         held = self._held_tokens(num_tokens, packed)
-        positions = position_in_sequence(packed.ends, total)[held]
+        positions = position_in_sequence(packed.ends, total)[held] + ahead
         contexts: Tensor | int = total
         if rotary.reads_context:  # each sequence is a context of its own
             lengths = packed.ends.diff()
@@ -411,17 +413,19 @@ class LanguageModule(MegatronModule):
 
     # ---- the end ---------------------------------------------------------------------------
 
-    def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def token_losses(
+        self, hidden: Tensor, labels: Tensor, layer: ColumnParallelLinear | None = None
+    ) -> Tensor:
         """Map hidden states [s, b, h] and labels [b, s] to the loss of each token [b, s], float32.
 
         Hidden states are [s/tp, b, h] under sequence parallelism.  Equal to the output layer
         followed by `compute_language_model_loss`, which are used if a project has replaced one of
-        them, or if the output layer has hooks or another matmul.
+        them, or if the output layer has hooks or another matmul.  ``layer``: that of a draft head.
         """
         hidden = self.scaled(hidden)
         config = self.config
-        layer = self.output_layer
-        weight = self.output_weight()
+        weight = self.output_weight() if layer is None else None
+        layer = layer or self.output_layer
         cap = config.final_logit_softcapping
         is_usual = (
             type(layer) is ColumnParallelLinear
@@ -431,7 +435,9 @@ class LanguageModule(MegatronModule):
             and (config.loss_chunk_size or (layer.bias is None and cap is None))
         )
         if not is_usual:
-            return self.compute_language_model_loss(labels, self.sharded_logits(hidden, weight))
+            return self.compute_language_model_loss(
+                labels, self.cap(layer(hidden, weight, runtime_gather_output=False)[0])
+            )
         before_reading(layer)
         weight = layer.weight if weight is None else weight
         assert weight is not None, "a layer without a weight needs that of the embedding"
@@ -452,13 +458,18 @@ class LanguageModule(MegatronModule):
         )
         return loss.view(-1, hidden.shape[1]).transpose(0, 1).contiguous()
 
-    def logits(self, hidden: Tensor, *, gather: bool) -> Tensor:
+    def logits(
+        self, hidden: Tensor, *, gather: bool, layer: ColumnParallelLinear | None = None
+    ) -> Tensor:
         """Map hidden states [s, b, h] to logits [b, s, v] or [b, s, v/tp], with soft capping.
 
-        Gathered logits have the unpadded vocabulary; in sharded logits padding is -inf.
+        Gathered logits have the unpadded vocabulary; in sharded logits padding is -inf.  ``layer``:
+        the output layer of a draft head.
         """
         hidden = self.scaled(hidden)
-        logits, _ = self.output_layer(hidden, self.output_weight(), runtime_gather_output=gather)
+        weight = self.output_weight() if layer is None else None
+        layer = layer or self.output_layer
+        logits, _ = layer(hidden, weight, runtime_gather_output=gather)
         logits = self.cap(logits).transpose(0, 1)
         if self.num_tokens is None:
             return logits.contiguous()
