@@ -38,6 +38,16 @@ host_gpu.load()
 # The last is imported by fully_shard, and by many models of transformers.
 for module in ("numpy.random", "pytest", "torch", "torch.distributed", "torch._dynamo"):
     importlib.import_module(module)
+# Of optional packages, what programs with a tokenizer or a model of Hugging Face, or with
+# TensorBoard, import.
+OPTIONAL = (
+    "transformers.models.auto.tokenization_auto",
+    "transformers.modeling_utils",
+    "torch.utils.tensorboard",
+)
+for module in OPTIONAL:
+    with contextlib.suppress(Exception):
+        importlib.import_module(module)
 for module in ("tests.support.ranks", "tests.support.tolerances"):
     importlib.import_module(module)
 preload_package("megatron")
