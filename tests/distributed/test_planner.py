@@ -198,7 +198,7 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
     tracker = Tracker([*params, *buffers, *state])
     peaks = []
     with tracker:
-        for _ in range(5):
+        for _ in range(5 if run.config.world_size > 1 else 1):
             tracker.peak = tracker.alive
             clear_gradients(run)
             losses = forward_backward(run, run.data.train, run.batches.num_microbatches(0))

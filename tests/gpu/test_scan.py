@@ -31,9 +31,12 @@ def inputs(
     groups: int,
     p: int = 5,
     n: int = 18,
-    heads: int = 6,
+    heads: int = 4,
 ) -> dict[str, Tensor]:
-    """Two sequences of ``s`` tokens, heads of width ``p``, states of width ``n``."""
+    """Two sequences of ``s`` tokens, heads of width ``p``, states of width ``n``.
+
+    Few heads: Triton's interpreter runs their programs one after the other.
+    """
     torch.manual_seed(s)
     wide = torch.float32
     mixed = torch.randn(s, 2, heads * p + 2 * groups * n).to(where, dtype)
@@ -86,7 +89,7 @@ def test_heads_and_states_as_wide_as_those_of_a_model(dtype: torch.dtype, where:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "chunk", "groups"), [(70, 32, 2), (64, 32, 1), (7, 64, 6), (1, 64, 2)]
+    ("tokens", "chunk", "groups"), [(70, 32, 2), (64, 32, 1), (7, 64, 4), (1, 64, 2)]
 )
 def test_chunks_answer_as_the_loop_over_tokens_does(
     tokens: int, chunk: int, groups: int, where: str
@@ -111,4 +114,4 @@ def test_many_heads_of_a_group_take_several_programs(
 ) -> None:
     monkeypatch.setattr("megatron.core.fusions.triton.scan._PROGRAMS", 12)
     monkeypatch.setattr("megatron.core.fusions.triton.scan._STATE", 32)
-    compare(inputs(70, torch.float32, where, 2), 32)
+    compare(inputs(70, torch.float32, where, 2, heads=6), 32)
