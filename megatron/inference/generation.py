@@ -39,6 +39,7 @@ from megatron.core.inference.refit import Refit, share_parameters
 from megatron.core.models.mimo import MimoModel
 from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLModel
 from megatron.core.parallel.collectives import all_or_none
+from megatron.core.quantization.quantizer import restored_parameters, store_weights
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.inference.engine_flags import GenerationLayout as GenerationLayout
@@ -189,9 +190,9 @@ def open_writer(
     def load_weights(directory: str) -> None:
         """Load the newest checkpoint of ``directory``, see `GenerationModel`."""
         all_or_none(partial(resolve_folder, directory), directory, parts.groups.world)
-        load_run(
-            replace(config.checkpoint, load=directory, ckpt_step=None), parts, verify_first=True
-        )
+        newest = replace(config.checkpoint, load=directory, ckpt_step=None)
+        with restored_parameters([module]):
+            load_run(newest, parts, verify_first=True)
 
     model = generation_model(run, module, options, load_weights)
     image_prompts = None
@@ -228,6 +229,7 @@ def load_model(config: RunConfig, **of_stage: bool) -> tuple[RunContext, nn.Modu
     (module,) = build_model_chunks(run, partial(build_stage, run, **of_stage), wrap=False)
     use_huge_pages(module.parameters())
     load_run(config.checkpoint, model_parts(run, module))
+    store_weights([module])
     return run, module.eval()
 
 

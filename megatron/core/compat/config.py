@@ -1,19 +1,13 @@
-"""Megatron Core's helpers around configs: experimental code, quantization recipes, storage, graphs.
+"""Megatron Core's helpers around configs: experimental code, storage, graphs.
 
 What a helper of Megatron Core switches on, this project does always or never; the helper says so.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
-from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -68,108 +62,6 @@ def experimental_cls(introduced_with_version: str) -> Callable[[type], type]:
         return cls
 
     return decorate
-
-
-# -- quantization recipes: which layers a project quantizes, and how -------------------------------
-
-
-@dataclass
-class MatchContext:
-    """A layer: its path in the model, and its number."""
-
-    module_path: str
-    layer_number: int | None
-
-
-@dataclass
-class QuantizationConfig:
-    """Settings of one layer, and why the layer has them."""
-
-    config: dict[str, Any]
-    match_input: MatchContext
-    config_key: str
-
-
-class Matcher(ABC):
-    """Selection of layers."""
-
-    @abstractmethod
-    def match(self, context: MatchContext) -> str | None:
-        """Return the key of the layer's settings, or None if the layer is not selected."""
-
-
-class GlobMatcher(Matcher):
-    """Selection of layers whose path matches a shell pattern."""
-
-    def __init__(self, pattern: str, config_key: str) -> None:
-        self.pattern = pattern
-        self.config_key = config_key
-
-    def match(self, context: MatchContext) -> str | None:
-        """Return the key of the settings if the path matches."""
-        is_match = fnmatch.fnmatch(context.module_path, self.pattern)
-        return self.config_key if is_match else None
-
-
-class RecipeConfig:
-    """Settings by key, and matchers; the first one that matches decides."""
-
-    def __init__(self, matchers: Sequence[Matcher], config_dict: Mapping[str, Any]) -> None:
-        self.matchers = list(matchers)
-        self.configs = dict(config_dict)
-
-    @staticmethod
-    def from_yaml_file(recipe_yaml_path: str) -> RecipeConfig:
-        """Read a recipe with the keys ``matchers`` and ``configs``."""
-        text = Path(recipe_yaml_path).read_text(encoding="utf-8")
-        return RecipeConfig.from_config_dict(require("yaml", "a recipe").safe_load(text))
-
-    @staticmethod
-    def from_config_dict(config: Mapping[str, Any]) -> RecipeConfig:
-        """Build the matchers of a recipe that are enabled, in order."""
-        matchers = []
-        for name, matcher in config["matchers"].items():
-            if not matcher.get("enabled", False):
-                continue
-            assert {"type", "pattern", "config"} <= matcher.keys(), (
-                f"matcher {name} needs type, pattern and config"
-            )
-            if matcher["type"] != "glob":
-                raise NotImplementedError(f"matcher {name}: its type {matcher['type']} is not glob")
-            matchers.append(GlobMatcher(matcher["pattern"], matcher["config"]))
-        return RecipeConfig(matchers, config["configs"])
-
-    def match_to_config_key(self, operator_context: MatchContext) -> str | None:
-        """Return the key of a layer's settings, or None."""
-        found = (matcher.match(operator_context) for matcher in self.matchers)
-        return next((key for key in found if key is not None), None)
-
-    def match(self, operator_context: MatchContext) -> QuantizationConfig | None:
-        """Return a copy of a layer's settings, or None."""
-        key = self.match_to_config_key(operator_context)
-        if key is None:
-            return None
-        return QuantizationConfig(deepcopy(self.configs[key]), operator_context, key)
-
-
-def load_quantization_recipe(recipe_path: str) -> RecipeConfig:
-    """Read a recipe from a YAML file."""
-    return RecipeConfig.from_yaml_file(recipe_path)
-
-
-def get_quant_config_or_none(
-    module_path: str, recipe: RecipeConfig | None = None
-) -> QuantizationConfig | None:
-    """Return the settings that ``recipe`` has for a module, or None."""
-    number = re.search(r"layers\.(\d+)", module_path)
-    context = MatchContext(module_path, int(number[1]) if number else None)
-    return None if recipe is None else recipe.match(context)
-
-
-def kitchen_quantization_recipe_config(recipe_idx: int) -> RecipeConfig:
-    """Return the recipe by which the kitchen package quantizes all layers."""
-    settings = {"kitchen_config_type": "QLinearParams", "recipe_idx": recipe_idx}
-    return RecipeConfig([GlobMatcher("*", "default")], {"default": settings})
 
 
 # -- low precision: layers quantize by their config, without a context around them -----------------

@@ -17,10 +17,8 @@ core.msc_utils <- core.compat.config: MultiStorageClientFeature open_file
 core.num_microbatches_calculator <- core.num_microbatches_calculator:
     ConstantNumMicroBatchesCalculator=NumMicroBatchesCalculator
 core.package_info <- core.compat.config: __version__
-core.quantization.quant_config <- core.compat.config: GlobMatcher Matcher MatchContext
-    QuantizationConfig RecipeConfig
-core.quantization.utils <- core.compat.config: get_quant_config_or_none load_quantization_recipe
-    kitchen_quantization_recipe_config
+core.quantization.utils <- core.quantization.quant_config: get_quant_config_or_none
+    load_quantization_recipe kitchen_quantization_recipe_config
 # -- Checkpoints
 core.dist_checkpointing <- core.dist_checkpointing.serialization: load_plain_tensors
     load_tensors_metadata load_sharded_metadata check_is_distributed_checkpoint

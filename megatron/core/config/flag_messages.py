@@ -42,11 +42,6 @@ RETRIEVER = (
     "ICT and REALM retrieval models are not available in this program; use tools/bert_embedding.py "
     "for embeddings of a trained BERT, or Megatron-LM"
 )
-MODELOPT = (
-    "ModelOpt's quantization of trained models is not available in this program; use --fp8-format "
-    "or --fp4-format in training, or quantize the Hugging Face model that "
-    "tools/checkpoint/convert.py --format hf writes"
-)
 KITCHEN = (
     "the kitchen package is not public and not available in this program; use --fp8-format with "
     "--fp8-recipe, or --fp4-format"

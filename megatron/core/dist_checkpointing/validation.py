@@ -60,9 +60,18 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
 
 
 _SHOWN = 8
+INSIDE_QUANTIZER = ".quantizer."  # in the name of each buffer of a layer's quantizer
 _EXTRA_STATE = "_extra_state/"  # Megatron Core's empty objects, which modules here do not have
+# Scales of quantized weights and inputs.
+SCALES = tuple(
+    f"{INSIDE_QUANTIZER}{name}" for name in ("weight_scale", "weight_scale_2", "input_scale")
+)
+NEEDS_SCALES = (
+    "a quantized model needs the scales of a calibrated checkpoint: calibrate one first (python "
+    "examples/post_training/modelopt/quantize.py --export-quant-cfg NAME --load DIR --save DIR ...)"
+)
 # State that may be absent: fp8 scales are computed again from new amax values.
-AMAX_HISTORY = ".quantizer.amax_history"
+AMAX_HISTORY = f"{INSIDE_QUANTIZER}amax_history"
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,17 @@ def _forbid(absent: list[str], unused: list[str], strictness: str, folder: Path)
     default = strictness == StrictHandling.ASSUME_OK_UNEXPECTED.value
     on_absent, scope = ("raise", "all") if default else strictness.split("_")
     problems = []
+    if scales := [key for key in absent if key.endswith(SCALES)]:
+        problems.append(
+            f"{folder} holds no {shorten(scales)}: {NEEDS_SCALES}, or give the values of "
+            "--export-quant-cfg and --kitchen-config-file with which it was calibrated"
+        )
+    elif scales := [key for key in unused if key.endswith(SCALES)]:
+        problems.append(
+            f"{folder} is a quantized checkpoint, and this run does not use its scales "
+            f"{shorten(scales)}: give the --export-quant-cfg with which it was calibrated, or "
+            "--use-checkpoint-args"
+        )
     for action, differing, sentence in (
         (
             on_absent,
@@ -130,7 +150,7 @@ def _forbid(absent: list[str], unused: list[str], strictness: str, folder: Path)
             "another model (to leave them out: --dist-ckpt-strictness raise_unexpected)",
         ),
     ):
-        keys = [key for key in differing if not key.endswith(AMAX_HISTORY)]
+        keys = [key for key in differing if not key.endswith((AMAX_HISTORY, *SCALES))]
         text = f"{folder}: " + sentence.format(n=len(keys), names=shorten(keys))
         if keys and action == "raise":
             problems.append(text)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.core.fusions.rms_norm import norm_rows_alike
 from megatron.core.fusions.small_linear import Weight, quantize_weight, small_linear
+from megatron.core.quantization.quantizer import FakeQuantizer
 from megatron.core.tensor_parallel.layers import Linear
 from megatron.core.tensor_parallel.linear import LinearCall
 from megatron.core.transformer.batch_invariant import make_batch_invariant
@@ -32,7 +33,8 @@ def use_fast_linears(
 
     ``weights``: "fp32" reads the parameters as they are; "bf16" and "int8" a copy of them, made in
     the first step and again after a parameter has changed in place (not through ``.data``).
-    Layers with low-precision GEMMs of their own keep them.  Routers stay in their precision.
+    Layers with low-precision GEMMs of their own keep them, and those of --export-quant-cfg their
+    rounded weights.  Routers stay in their precision.
     Raises MissingDependency or ConfigError if ``batch_invariant`` is not possible.
     """
     if batch_invariant:
@@ -42,6 +44,8 @@ def use_fast_linears(
             module.quantizer is None or isinstance(module.quantizer, FastLinear)
         ):
             module.quantizer = FastLinear(weights, batch_invariant)
+        elif isinstance(module, Linear) and isinstance(module.quantizer, FakeQuantizer):
+            module.quantizer.multiply = FastLinear("fp32", batch_invariant).multiply
         elif isinstance(module, Norm):
             module.norm_rows = norm_rows_alike
 
@@ -57,9 +61,10 @@ class FastLinear:
     def __call__(self, x: Tensor, call: LinearCall) -> Tensor:
         """Compute x W^T + b.  Collective over the groups of ``call``."""
         assert not torch.is_grad_enabled(), "the layers of this model are bound to generation"
-        return call.summed(self._multiply(call.gathered(x), self._weight(call.weight), call.bias))
+        return call.summed(self.multiply(call.gathered(x), self._weight(call.weight), call.bias))
 
-    def _multiply(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        """Compute x W^T + b."""
         if isinstance(weight, Tensor) and weight.dtype == x.dtype and not self._batch_invariant:
             num_rows = x.numel() // x.shape[-1]
             if weight.dtype == torch.bfloat16 and num_rows > _MOST_ROWS:

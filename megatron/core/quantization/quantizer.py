@@ -13,6 +13,7 @@ A model that only serves can replace its parameters by their codes: `store_weigh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import ConfigError
+from megatron.core.dist_checkpointing.validation import INSIDE_QUANTIZER
 from megatron.core.params.param_info import ParamInfo, info_of, set_info
 from megatron.core.quantization.formats import (
     RECIPES,
@@ -36,15 +38,21 @@ from megatron.core.quantization.formats import (
     unpack_int4,
     values_of,
 )
+from megatron.core.quantization.quant_config import LayerRecipes
 from megatron.core.tensor_parallel.layers import Linear
-from megatron.core.tensor_parallel.linear import Gemms, LinearCall, Params, linear, linear_of
+from megatron.core.tensor_parallel.linear import (
+    Gemms,
+    LinearCall,
+    Multiply,
+    Params,
+    linear,
+    linear_of,
+)
 from megatron.core.tensor_parallel.weight_gradient import (
     WeightGrad,
     add_to_main_grad,
     adds_to_main_grad,
 )
-
-INSIDE = ".quantizer."  # in the name of each buffer of a quantizer
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,7 @@ class FakeQuantizer(nn.Module, Gemms):
         self.recipe = recipe
         self.observe: Callable[[Tensor], None] | None = None
         self.stored: StoredWeight | None = None
+        self.multiply: Multiply | None = None  # in place of `F.linear`, in a model that serves
         info = info_of(weight)
         to = recipe.weight
         is_sharded = info.shard_dim is not None and to.block[info.shard_dim] > 0
@@ -114,7 +123,7 @@ class FakeQuantizer(nn.Module, Gemms):
         scale = None if shape is None else torch.zeros(shape, device=weight.device)
         self.register_buffer(own, scale)
         if scale is not None:
-            name = info_of(weight).name.removesuffix(".weight") + INSIDE + own
+            name = info_of(weight).name.removesuffix(".weight") + INSIDE_QUANTIZER + own
             set_info(scale, replace(info, name=name))
 
     def forward(self, x: Tensor, call: LinearCall) -> Tensor:
@@ -146,6 +155,14 @@ class FakeQuantizer(nn.Module, Gemms):
         """See `Gemms`."""
         values = self.values(weight)
         return values.t() if transposed else values
+
+    def product(
+        self, rows: Tensor, matrix: Tensor, dtype: torch.dtype, bias: Tensor | None, forward: bool
+    ) -> Tensor:
+        """See `Gemms`."""
+        if self.multiply is not None:
+            return self.multiply(rows, matrix, bias)
+        return super().product(rows, matrix, dtype, bias, forward)
 
     def weight_grad(
         self, params: Params, grad: Tensor, rows: Tensor, saved: list[Tensor], call: LinearCall
@@ -201,9 +218,6 @@ class _MaskedWeightGrad(WeightGrad):
         if self.is_own and adds_to_main_grad(weight):
             return add_to_main_grad(weight, grad)
         return grad
-
-
-LayerRecipes = Callable[[str], Recipe | None]  # recipe of the layer with this global name
 
 
 def attach_quantizers(model: nn.Module, recipe_of: LayerRecipes) -> None:
@@ -265,10 +279,15 @@ def store_weights(chunks: Sequence[nn.Module]) -> None:
         weight.data = weight.new_zeros(()).expand(weight.shape)
 
 
-@torch.no_grad()
-def restore_parameters(chunks: Sequence[nn.Module]) -> None:
-    """Give the parameters of `store_weights` memory, so that a checkpoint can be loaded again."""
-    for layer, quantizer in quantized_layers(chunks):
-        if layer.weight is not None and quantizer.stored is not None:
-            layer.weight.data = quantizer.stored.values(layer.weight.dtype)
-            quantizer.stored = None
+@contextmanager
+def restored_parameters(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Give the parameters of `store_weights` memory in the context, to load a checkpoint again."""
+    with torch.no_grad():
+        for layer, quantizer in quantized_layers(chunks):
+            if layer.weight is not None and quantizer.stored is not None:
+                layer.weight.data = quantizer.stored.values(layer.weight.dtype)
+                quantizer.stored = None
+    try:
+        yield
+    finally:
+        store_weights(chunks)

@@ -63,6 +63,8 @@ IMAGES = tuple(
     """.split()
 )
 MIMO = ("model_provider", "image_size", "image_token_id", "hf_assign_unused_tokens")
+_RECIPE = "export_quant_cfg"
+_QUANTIZATION_PATH = "kitchen_config_file"
 TILES = tuple(
     "use_tiling max_num_tiles use_thumbnail use_area_weighted_aspect_ratio use_tile_tags".split()
 )
@@ -93,6 +95,8 @@ FORCED = (
     *HEADS,
     "num_classes",
     *MIMO,
+    _RECIPE,
+    _QUANTIZATION_PATH,
 )
 FORCED_PREFIXES = (
     "hybrid_", "mamba_", "heterogeneous_", "window_", "longrope_", "relative_attention_",
@@ -124,7 +128,7 @@ NOT_COMPARED = frozenset(
     model_kind encoder_num_layers group_query_attention use_rotary_position_embeddings
     add_position_embedding apply_query_key_layer_scaling moe_token_dispatcher_type
     moe_grouped_gemm moe_router_dtype is_hybrid_model encoder_seq_length padded_vocab_size
-    vocab_size heterogeneous_layers_config_path
+    vocab_size heterogeneous_layers_config_path kitchen_config_file
     """.split()
 )
 # Flags that also change names or shapes of tensors; --dist-ckpt-strictness compares those.
@@ -134,7 +138,7 @@ SHOWN_BY_TENSORS = frozenset(
     qk_layernorm untie_embeddings_and_output_weights bert_binary_head mtp_num_layers num_experts
     moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size
     moe_shared_expert_gate moe_router_enable_expert_bias q_lora_rank kv_lora_rank
-    hybrid_override_pattern
+    hybrid_override_pattern export_quant_cfg
     """.split()
 ) | {*HEADS}
 # Flags that --finetune may change: the model is trained for longer contexts.
@@ -210,6 +214,11 @@ def without_code_and_paths(stored: Arguments, given: Mapping[str, object]) -> Js
         ("spec", "--spec MODULE ATTRIBUTE", reason_not_own_spec(spec) if spec else None),
         (_LAYERS_PATH, "--heterogeneous-layers-config-path", _OUTSIDE if has_layers else None),
         (_AUDIO_PATH, "--audio-encoder-model", _OUTSIDE if stored.get(_AUDIO_PATH) else None),
+        (
+            _QUANTIZATION_PATH,
+            "--kitchen-config-file",
+            _OUTSIDE if stored.get(_QUANTIZATION_PATH) else None,
+        ),
     ):
         if problem is not None and not given.get(name):
             value = stored[name]
@@ -218,7 +227,7 @@ def without_code_and_paths(stored: Arguments, given: Mapping[str, object]) -> Js
                 f"the checkpoint was saved with {flag.split()[0]} {shown}, which is not taken from "
                 f"it: {problem}; pass {flag} if you trust it"
             )
-        if problem is not None or name in (_LAYERS_PATH, _AUDIO_PATH):
+        if problem is not None or name in (_LAYERS_PATH, _AUDIO_PATH, _QUANTIZATION_PATH):
             out[name] = None
     return out
 
@@ -341,6 +350,8 @@ def compare_models(stored: Arguments, asked: Arguments, *, is_finetuning: bool) 
             line = f"{line}: {_OTHER_TOKENS}"
         elif name in LOGGED:
             group = "logged"
+        elif name == _RECIPE and None not in (theirs[name], mine[name]):
+            may_finetune = False  # scales of equal shapes have another meaning
         elif name in SHOWN_BY_TENSORS:
             group = "shown"
         elif name not in LEARNED_ANEW:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.config.value_types import Arguments
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing.all_ranks import PendingSave, SaveFailed, SaveResult, load
@@ -20,6 +21,7 @@ from megatron.core.dist_checkpointing.background import (
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
 from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX, SavePlan
+from megatron.core.dist_checkpointing.validation import NEEDS_SCALES
 from megatron.core.parallel.collectives import broadcast_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.parallel.run_store import RunStore
@@ -92,6 +94,8 @@ class Checkpointer:
             if (base_dtype := run.config.adapters.lora_base_dtype) is not None:
                 store_base(parts.model_chunks, cast(StoredFormat, base_dtype))
         if loaded is None:
+            if run.config.quantization.has_quantizers:
+                raise ConfigError(f"--export-quant-cfg without a checkpoint: {NEEDS_SCALES}")
             return
         self.started_from = loaded.started_from
         run.timers.log(["load-checkpoint"])

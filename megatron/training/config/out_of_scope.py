@@ -62,9 +62,6 @@ model_parallel_size int | Removed; use --tensor-model-parallel-size. | it was re
 """,
     "ModelOpt": """
 export_legacy_megatron | Write a checkpoint of Megatron-LM's legacy models. | LEGACY_MODELS
-export_quant_cfg str | Format of ModelOpt's quantization. | MODELOPT
-export_real_quant_cfg str None | Format of ModelOpt's weights in low precision. | MODELOPT
-export_kv_cache_quant | Quantize the key/value cache by ModelOpt. | MODELOPT
 """,
     "biencoder": """
 ict_head_size int | Width of the retriever's embeddings in ICT. | RETRIEVER

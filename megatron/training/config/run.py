@@ -20,6 +20,7 @@ from megatron.training.config.language_model import LanguageModelConfig
 from megatron.training.config.logging import LoggingConfig, ProfilingConfig
 from megatron.training.config.mimo import MimoConfig
 from megatron.training.config.preference import PreferenceConfig
+from megatron.training.config.quantization import QuantizationFlags
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.rl import RLConfig
 from megatron.training.config.scheduler import SchedulerConfig
@@ -65,6 +66,7 @@ class RunConfig:
     rl: RLConfig
     extensions: ExtensionsConfig
     distillation: DistillationConfig
+    quantization: QuantizationFlags
     world_size: int
     extra: Mapping[str, Any] = field(default_factory=dict)  # values of extra_args_provider flags
     asked: Mapping[str, Any] = field(default_factory=dict)  # the parsed namespace, dest -> value

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
 from megatron.core.dist_checkpointing.plain_values import plain
 from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX, LazyPiece, TensorRecord
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
+from megatron.core.dist_checkpointing.validation import AMAX_HISTORY, SCALES
 from megatron.core.progress import Progress
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.checkpointing.base_model import (
@@ -110,7 +110,7 @@ def check_format(checkpoint_format: str, keys: Iterable[str], kind: str) -> None
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_ALWAYS_FP32 = (".router.expert_bias", AMAX_HISTORY)
+_ALWAYS_FP32 = (".router.expert_bias", AMAX_HISTORY, *SCALES)
 Say = Callable[[str], None]
 
 

@@ -42,6 +42,7 @@ from megatron.core.parallel.rank_grid import RankGrid
 from megatron.core.params.param_init import initialize_parameters
 from megatron.core.peft.draft_heads import attach_draft_heads
 from megatron.core.peft.lora import attach_adapters, check_targets, names_in
+from megatron.core.quantization.quantizer import attach_quantizers
 from megatron.core.tensor_parallel.overlap import overlap_layers
 from megatron.core.tensor_parallel.quantized_linear import quantizers_of
 from megatron.core.transformer.module import Float16Module
@@ -127,6 +128,9 @@ def build_model_chunks(
     on_meta = wrap and ddp.init_model_with_meta_device and is_fully_sharded(ddp)
     stages = range(len(run.stages))
     chunks = [_build_chunk(run, model_provider, chunk, on_meta=on_meta) for chunk in stages]
+    if (recipes := run.config.quantization.recipes) is not None:
+        for chunk in chunks:
+            attach_quantizers(chunk, recipes)
     if run.config.adapters.lora is not None:
         with torch.device("meta") if on_meta else contextlib.nullcontext():
             for chunk in chunks:

@@ -23,7 +23,7 @@ from megatron.core.quantization.quantizer import (
     FakeQuantizer,
     attach_quantizers,
     quantized_layers,
-    restore_parameters,
+    restored_parameters,
     store_weights,
 )
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
@@ -143,8 +143,13 @@ def test_stored_codes_give_the_same_output(name: str) -> None:
         weights = [layer.weight for layer, _ in quantized_layers([model])]
         assert all(w is not None and w.untyped_storage().nbytes() <= 8 for w in weights)
         assert torch.equal(model(*tokens(), None), expected)
-        restore_parameters([model])
-        assert torch.equal(model(*tokens(), None), expected)
+        with restored_parameters([model]):
+            assert torch.equal(model(*tokens(), None), expected)
+            layer, quantizer = next(quantized_layers([model]))
+            assert layer.weight is not None
+            layer.weight *= 2
+            quantizer.weight_scale *= 2
+        assert not torch.equal(model(*tokens(), None), expected)
 
 
 def test_a_layer_that_the_format_cannot_represent_is_refused() -> None:

@@ -101,7 +101,7 @@ from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
 from megatron.core.dist_checkpointing.megatron_formats.torch_dist import rng_shard
 from megatron.core.dist_checkpointing.records import LazyPiece, Piece, TensorRecord, split
 from megatron.core.dist_checkpointing.safetensors_file import dtype_name
-from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
+from megatron.core.dist_checkpointing.validation import INSIDE_QUANTIZER
 
 
 @dataclass(frozen=True)
@@ -365,7 +365,7 @@ def stacked_parts(whole: TensorRecord, arguments: Arguments) -> Iterator[Part]:
 
 def _reference_key(key: str, arguments: Arguments) -> tuple[str, Shape]:
     """Return Megatron-LM's key, and the layer and expert numbers at which the tensor is stacked."""
-    if key.endswith(AMAX_HISTORY):  # not in Megatron-LM, and not in every layer
+    if INSIDE_QUANTIZER in key:  # not in Megatron-LM, and not in every layer
         return key, ()
     prefix, name = split_state(key)
     name, stack = fused_name(name, arguments), []

@@ -67,18 +67,6 @@ class PrecisionConfig:
         None, "fp4 format of GEMMs; excludes --fp8-format.", choices=("e2m1",), flag="--fp4-format"
     )
     fp4_recipe: str = _te("nvfp4", "Scaling recipe of fp4 tensors.", choices=("nvfp4",))
-    kitchen_config_file: str | None = option(
-        None,
-        "Quantization settings of the kitchen package.",
-        group="kitchen",
-        refused=flag_messages.KITCHEN,
-    )
-    kitchen_recipe_number: int | None = option(
-        None,
-        "Numbered recipe of the kitchen package.",
-        group="kitchen",
-        refused=flag_messages.KITCHEN,
-    )
 
     @property
     def is_quantized(self) -> bool:

@@ -292,6 +292,25 @@ _DISTILLATION = rules(
     },
 )
 
+_QUANTIZATION = where(
+    lambda c: c.has_quantizers,
+    {
+        "{found} with --export-quant-cfg or --kitchen-config-file: a layer has one low precision; "
+        "leave one of them out": named("--fp8-format --fp4-format --lora-base-dtype"),
+        "{found} with --export-quant-cfg or --kitchen-config-file: the scales belong to weights "
+        "that are trained or served as a whole; leave one of them out": named(
+            "--lora-rank --perform-rl-step --moe-use-upcycling --export-num-medusa-heads "
+            "--export-num-eagle-layers"
+        ),
+        "{--ckpt-format} has no place for the scales of --export-quant-cfg: use safetensors_dist "
+        "or torch_dist": lambda c: (
+            c.save is not None and c.ckpt_format not in ("safetensors_dist", "torch_dist")
+        ),
+        "--export-quant-cfg is not available with fully sharded parameters (FSDP): use "
+        "--use-distributed-optimizer": lambda c: c.is_fully_sharded,
+    },
+)
+
 RULES = rules(
     _CONVERSATIONS,
     _EVALUATION,
@@ -300,4 +319,5 @@ RULES = rules(
     _HEADS,
     _RL,
     _DISTILLATION,
+    _QUANTIZATION,
 )
