@@ -171,10 +171,11 @@ def test_the_fp8_form_of_llama3_parses() -> None:
 def test_flags_follow_the_paths_of_a_script_or_come_alone(script: str) -> None:
     plain = launch(script)
     assert Launch.of(script, "--check-only").words == (*plain.words, "--check-only")
-    words = Launch.of(script, "my/folder", "--lr", "1").words
-    assert words[-2:] == ("--lr", "1")
-    assert "my/folder" in words
-    assert len(words) == len(plain.words) + 2
+    if "${GIVEN[0]:-" in (ROOT / "examples" / script).read_text():
+        words = Launch.of(script, "my/folder", "--lr", "1").words
+        assert words[-2:] == ("--lr", "1")
+        assert "my/folder" in words
+        assert len(words) == len(plain.words) + 2
 
 
 @pytest.mark.feature("Examples: scripts that serve and generate, in Megatron-LM's spelling")
