@@ -175,14 +175,14 @@ def combinations(path: Path, sweep: Mapping[str, Any]) -> Iterator[dict[str, Any
 
 def run_of(folder: Path, words: Sequence[str], flags: Mapping[str, Any]) -> Run:
     """Return the run with ``flags`` added to the command."""
-    name = ",".join(f"{flag}={_text(value)}" for flag, value in flags.items()) or "base"
+    name = ",".join(f"{flag}={' '.join(_words(value))}" for flag, value in flags.items()) or "base"
     name = re.sub(r"[^\w.,=+-]", "_", name)[:_LONGEST]
     home = folder / name
     command = [*words]
     for flag, value in flags.items():
         if value is not False and value is not None:
             command.append("--" + flag.removeprefix("--").replace("_", "-"))
-            command += [] if value is True else _text(value).split()
+            command += [] if value is True else _words(value)
     if "--metrics-file" not in command:
         command += ["--metrics-file", str(home / METRICS_FILE)]
     if "--save-interval" in command and "--save" not in command:
@@ -191,8 +191,8 @@ def run_of(folder: Path, words: Sequence[str], flags: Mapping[str, Any]) -> Run:
     return Run(home, tuple(command))
 
 
-def _text(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+def _words(value: Any) -> list[str]:
+    return [*map(str, value)] if isinstance(value, list) else [str(value)]
 
 
 def start_all(runs: Sequence[Run], jobs: int, gpus_per_run: int) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -192,6 +193,7 @@ def test_programs_are_found_in_command_lines(tmp_path: Path) -> None:
     launched = program_of("megatron-launch --nproc-per-node 8 --nnodes 2 gpt --lr 1".split())
     assert (launched.processes, launched.flags) == (16, ["--lr", "1"])
     assert program_of("python tools/launch.py --nproc-per-node 2 t5 --lr 1".split()).processes == 2
+    assert program_of(["python", "a.py"]).python == sys.executable
     with pytest.raises(ConfigError, match="is not a training command"):
         program_of(["ls", "-l"])
     with pytest.raises(ConfigError, match="'tp0' is not a part of a layout"):

@@ -198,7 +198,8 @@ def program_of(words: Sequence[str], *, log_only: bool = False) -> Program:
         launcher = words[:1]
         processes, words = _launched(words[1:])
     elif first.startswith("python"):
-        python, words = words[0], words[1:]
+        python = sys.executable if words[0] == "python" else words[0]
+        words = words[1:]
         if words[:2] == ["-m", "torch.distributed.run"]:
             processes, words = _launched(words[2:])
         elif words and words[0].endswith("tools/launch.py"):

@@ -47,7 +47,7 @@ def test_all_combinations_of_the_grid_with_each_run_of_the_list(tmp_path: Path) 
         tmp_path,
         "command: python pretrain_gpt.py --save-interval 2\nfolder: out\n"
         "grid: {lr: [1e-3, 0.25], tensor_model_parallel_size: [1, 2]}\n"
-        "runs: [{bf16: true, split: [9, 1]}, {bf16: false}]\n",
+        "runs: [{bf16: true, split: [9, 1]}, {wandb_exp_name: a b, bf16: false}]\n",
     )
     runs, metrics = sweep.read_sweep(path)
     assert metrics == sweep.METRICS
@@ -62,6 +62,8 @@ def test_all_combinations_of_the_grid_with_each_run_of_the_list(tmp_path: Path) 
         *("--save", f"{folder}/checkpoints", "--load", f"{folder}/checkpoints"),
     )
     assert "--bf16" not in runs[-1].command
+    at = runs[-1].command.index("--wandb-exp-name")
+    assert runs[-1].command[at + 1] == "a b", "a text is one word"
 
 
 @pytest.mark.parametrize(
