@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.training.arguments.programs import PROGRAMS, name_in, problem_of
+from megatron.training.arguments.programs import PROGRAMS, name_in, path_of, problem_of, recipes
 
 # Command -> its file.
 TOOLS = {
@@ -34,20 +34,13 @@ TOOLS = {
 }
 
 
-def program(file: str) -> str:
-    """Return the path of a program."""
-    here = Path(__file__).resolve().parent
-    of_wheel = here / "megatron" / "programs"
-    return str((of_wheel if of_wheel.is_dir() else here) / file)
-
-
 def command_line(words: Sequence[str]) -> list[str]:
     """Return ``words`` with the file and flags of the program that they name.
 
     Its name in `megatron-train` is the first word, or ``train`` of the file of --config.
     """
     if words[:1] == ["recipes"] and words[1:]:
-        return [program("examples/recipes/copy_recipes.py"), *words[1:]]
+        return [str(path_of("examples/recipes/copy_recipes.py")), *words[1:]]
     name = words[0] if words and words[0] in PROGRAMS and not Path(words[0]).exists() else None
     flags = [*words[1:]] if name else [*words]
     at = next((i for i, word in enumerate(flags) if word.partition("=")[0] == "--config"), None)
@@ -71,22 +64,18 @@ def command_line(words: Sequence[str]) -> list[str]:
     keys = text.replace("-", "_")
     found = PROGRAMS[name]
     is_set = in_file or any(re.search(rf"^\W*{key}\b", keys, re.M) for key in found.settings)
-    return [program(found.file), *([] if is_set else found.flags), *flags]
+    return [str(path_of(found.file)), *([] if is_set else found.flags), *flags]
 
 
 def config_file(name: str) -> str:
     """Return ``name``, or the path of the recipe with this name if there is no such file."""
     if Path(name).is_file():
         return name
-    if name not in (recipes := _recipes()):
-        near = difflib.get_close_matches(Path(name).stem, recipes, n=1)
+    if name not in (known := recipes()):
+        near = difflib.get_close_matches(Path(name).stem, known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         _end(f"--config {name}: no such file or recipe; {hint}megatron-train recipes lists them")
-    return recipes[name]
-
-
-def _recipes() -> dict[str, str]:
-    return {path.stem: str(path) for path in Path(program("examples/recipes")).glob("*.yaml")}
+    return known[name]
 
 
 def train() -> None:
@@ -95,7 +84,7 @@ def train() -> None:
     if words[:1] == ["completion"]:
         print(completion(*words[1:2] or ["bash"]))
     elif words == ["recipes"]:
-        for name, path in sorted(_recipes().items()):
+        for name, path in sorted(recipes().items()):
             print(f"{name:22}{Path(path).read_text().splitlines()[0].removeprefix('# ')}")
     elif (command := command_line(words)) != words:
         _replace_process(command)
@@ -105,7 +94,7 @@ def train() -> None:
 
 def tool() -> None:
     """Start the program of the console command under which this process runs."""
-    _replace_process([program(TOOLS[Path(sys.argv[0]).stem]), *sys.argv[1:]])
+    _replace_process([str(path_of(TOOLS[Path(sys.argv[0]).stem])), *sys.argv[1:]])
 
 
 def _replace_process(command: Sequence[str]) -> NoReturn:
@@ -165,7 +154,7 @@ def completion(shell: str) -> str:
     commands = {"megatron-train": "pretrain_gpt.py", **TOOLS}
     asked = {
         name: subprocess.Popen(
-            [sys.executable, program(file), "--help", "all"], stdout=subprocess.PIPE, text=True
+            [sys.executable, str(path_of(file)), "--help", "all"], stdout=subprocess.PIPE, text=True
         )
         for name, file in commands.items()
     }
@@ -175,7 +164,7 @@ def completion(shell: str) -> str:
         flags = sorted(set(re.findall(r"(?<![\w-])--[a-z][\w-]*[a-z0-9]", text)))
         cases.append(f"        {name}) echo '{' '.join(flags)}' ;;")
     setup = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
-    lists = {"names": PROGRAMS, "tools": TOOLS, "recipes": sorted(_recipes())}
+    lists = {"names": PROGRAMS, "tools": TOOLS, "recipes": sorted(recipes())}
     body = _COMPLETION.format(
         cases="\n".join(cases), **{name: " ".join(words) for name, words in lists.items()}
     )

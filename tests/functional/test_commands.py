@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import megatron_commands as commands
+from megatron.training.arguments.programs import path_of
 from megatron.training.fault_tolerance.launch_flags import parse
 from tests.repo.source import ROOT
 from tests.support import forked
@@ -67,9 +68,7 @@ def test_a_wheel_has_the_recipes(wheel, tmp_path):
 
 def test_every_command_starts_a_program_of_the_checkout():
     files = [program.file for program in commands.PROGRAMS.values()]
-    assert all(
-        Path(commands.program(file)).is_file() for file in [*files, *commands.TOOLS.values()]
-    )
+    assert all(path_of(file).is_file() for file in [*files, *commands.TOOLS.values()])
     scripts = (ROOT / "pyproject.toml").read_text().split("[project.scripts]\n")[1].split("\n\n")[0]
     assert {line.split(" = ")[0] for line in scripts.splitlines()} == {
         "megatron-train",

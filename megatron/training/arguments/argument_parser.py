@@ -129,7 +129,7 @@ def _name(action: argparse.Action) -> str:
 SYNONYMS = parse_table(
     """
 --lr | learning-rate base-lr optimizer.lr optim.lr max-lr
---min-lr | min-learning-rate lr-min lr-scheduler.min-lr
+--min-lr | min-learning-rate lr-min lr-scheduler.min-lr lr-end
 --epochs (of fine-tuning; else --train-samples or --train-iters) | epoch num-epochs
     num-train-epochs max-epochs train-epochs trainer.max-epochs
 --train-iters | steps max-steps num-steps total-steps train-steps training-steps training.steps
@@ -145,8 +145,9 @@ SYNONYMS = parse_table(
 --load (a Hugging Face folder, hf://org/name or a checkpoint) | model model-name model-path
     model-name-or-path pretrained-model-name-or-path base-model
 --load | resume resume-from resume-from-checkpoint load-checkpoint load-dir load-path
-    init-checkpoint restore-from ckpt-path from-checkpoint checkpoint.initial-load-path
+    init-checkpoint restore-from ckpt-path from-checkpoint checkpoint.initial-load-path checkpoint
 --save | output-dir save-dir save-path out-dir checkpoint.folder save-checkpoint
+--save and --load with the same folder | auto-resume
 --save and --load | checkpoint-dir checkpoint-path ckpt-dir
 --keep-last-checkpoints | save-total-limit
 --save-best | load-best-model-at-end
@@ -156,6 +157,7 @@ SYNONYMS = parse_table(
     checkpoint.interval
 --eval-interval | eval-strategy evaluation-strategy eval-steps eval-every eval-freq val-interval
     val-check-interval
+--eval-interval; no flag evaluates before the first step | eval-on-start
 --eval-iters | val-iters eval-batches limit-val-batches
 --log-interval | logging-steps log-every log-freq log-steps log-every-n-steps metrics.log-freq
 --tensorboard-dir | logging-dir log-dir tb-dir tensorboard-log-dir
@@ -252,6 +254,8 @@ torchrun's flag --nnodes (megatron-launch), before the name of the script | node
 no flag: this is the default | packing do-train dynamic-loss-scale scaled-masked-softmax-fusion
     bias-gelu-fusion no-query-key-layer-scaling scaled-upper-triang-masked-softmax-fusion
     resume-dataloader
+no flag: samples of fine-tuning share sequences, so that none is padded | group-by-length
+no flag: kernels are fused where they can be | torch-compile use-liger-kernel liger-kernel
 no flag: data parallelism has one implementation | ddp-impl use-contiguous-buffers-in-local-ddp
     no-contiguous-buffers-in-local-ddp
 torchrun's flag of this name, before the name of the script | nproc-per-node nnodes node-rank

@@ -25,7 +25,7 @@ from megatron.core.config.option import dest_of, options_of
 from megatron.core.text_files import parse_yaml, read_text
 from megatron.training.arguments.argument_parser import Parser
 from megatron.training.arguments.config_keys import translate
-from megatron.training.arguments.programs import PROGRAMS, name_of, problem_of
+from megatron.training.arguments.programs import PROGRAMS, name_of, problem_of, recipes
 from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import model_kind_of
@@ -76,7 +76,8 @@ def read_config_file(path: str, flag: str) -> dict[str, Any]:
     the file is YAML beyond JSON and PyYAML is missing.
     """
     what = f"{flag} {path}"
-    text = read_text(path, what, ConfigError, "a YAML or JSON file of flags")
+    file = path if Path(path).is_file() else recipes().get(path, path)
+    text = read_text(file, what, ConfigError, "a YAML or JSON file of flags, or a recipe's name")
     try:
         content = _read_content(text, what)
         if not isinstance(content, dict):

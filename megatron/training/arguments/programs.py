@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -41,10 +42,22 @@ PROGRAMS = {
     "vlm": Program("pretrain_vlm.py", {}, "a model that reads images and text"),
     "vision": Program("pretrain_vision_classify.py", {}, "a classifier of images"),
 }
+_ROOT = Path(__file__).resolve().parents[3]
 # At the beginning of a line; in JSON also after spaces or the first bracket.
 _TRAIN = re.compile(
     r"""(?:^ ?["']?|^\ufeff?\s*\{?\s*"|\A\ufeff)train["']?\s*:[ "']*([\w.-]+)""", re.MULTILINE
 )
+
+
+def path_of(file: str) -> Path:
+    """Return the path of a program or example, which a wheel has in ``megatron/programs``."""
+    of_wheel = _ROOT / "megatron/programs"
+    return (of_wheel if of_wheel.is_dir() else _ROOT) / file
+
+
+def recipes() -> dict[str, str]:
+    """Return the path of each recipe by its name."""
+    return {path.stem: str(path) for path in path_of("examples/recipes").glob("*.yaml")}
 
 
 def name_in(text: str) -> str | None:

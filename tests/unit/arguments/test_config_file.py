@@ -12,7 +12,7 @@ import pytest
 
 from megatron.core import optional
 from megatron.core.config.errors import ConfigError, MissingDependency
-from megatron.training.arguments.config_file import write_config
+from megatron.training.arguments.config_file import read_config_file, write_config
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.programs import PROGRAMS, name_in
 from megatron.training.arguments.resolve import resolve
@@ -38,6 +38,12 @@ def test_what_is_written_gives_the_identical_run(tmp_path: Path) -> None:
         run = run_of(words, without=without)
         write_config(run, tmp_path / "config.yaml")
         assert run_from_file(tmp_path / "config.yaml") == run
+
+
+def test_a_recipe_is_named_without_its_path() -> None:
+    assert read_config_file("sft-lora", "--config")["train"] == "sft"
+    with pytest.raises(ConfigError, match="--config sft-lra: no such file; .* or a recipe's name"):
+        read_config_file("sft-lra", "--config")
 
 
 def test_what_is_written_is_json_and_shows_what_it_resolved_to(tmp_path: Path) -> None:

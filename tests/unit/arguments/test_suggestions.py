@@ -30,6 +30,8 @@ KNOWN = [s for action in build_parser()._actions for s in action.option_strings]
         ("--load_best_model_at_end", "use --save-best"),
         ("--mlflow", "use --tracker mlflow and --tracker-project"),
         ("--fp8", "use --fp8-format"),
+        ("--checkpoint", "use --load"),
+        ("--torch-compile", "use no flag: kernels are fused"),
         ("--hidden-sise", "did you mean --hidden-size?"),
         ("--num-layer", "did you mean --num-layers?"),
         ("--use-swiglu", "did you mean --swiglu?"),
