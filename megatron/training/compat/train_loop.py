@@ -88,6 +88,13 @@ def setup_model_and_optimizer(
     run = _training_run(chunks, optimizer, scheduler)
     run.load()
     run.callbacks = default_callbacks(run)
+    asked = {
+        "--save-best": context.config.checkpoint.save_best,
+        "--early-stopping-patience": context.config.validation.early_stopping_patience,
+        "--save-hf": context.config.checkpoint.save_hf,
+    }
+    if flags := ", ".join(flag for flag, value in asked.items() if value):
+        print_rank_0(f"WARNING: {flags}: without effect, because the script has its own train loop")
     return chunks, optimizer, scheduler
 
 

@@ -86,8 +86,16 @@ class Rule:
 
     def split(self, ours: LazyTensor, shape: Heads) -> list[LazyTensor]:
         """Return the tensors that `to_theirs` makes of ``ours`` once they are used, in order."""
-        like = torch.empty(ours.shape, dtype=ours.dtype, device=torch.device("meta"))
-        sizes = [tuple(part.shape) for part in self.to_theirs(like, shape)]
+        # Computed without `to_theirs`: joining meta tensors imports torch's compiler.
+        rows, *columns = ours.shape
+        sizes = [(rows, *columns)]
+        if self.is_qkv and len(self.theirs) > 1:
+            groups = group_rows(shape)[1:] if len(self.theirs) == 2 else group_rows(shape)
+            sizes = [(shape.num_query_groups * count, *columns) for count in groups]
+        elif len(self.theirs) > 1 and not self.by_turns:
+            chunks = torch.empty(rows, device="meta").chunk(len(self.theirs))
+            sizes = [(len(chunk), *columns) for chunk in chunks]
+        sizes = [size[::-1] if self.transposed else size for size in sizes]
         makes = shared_parts(lambda: self.to_theirs(ours.make(), shape), len(sizes))
         return [
             LazyTensor(name, ours.dtype, size, make)
