@@ -6,12 +6,11 @@ import http.client
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import selection
+from tests.support import forked, selection
 from tests.support.runs import TINY, run_gpt
 from tests.support.server_process import ROOT, TIMEOUT_S, Server, started
 
@@ -42,7 +41,8 @@ def ask(server: Server, *, is_stream: bool) -> http.client.HTTPConnection:
 
 def process_of(server: Server, victim: str) -> int:
     """Return the process of a rank, or of the front end, which rank 0 has started."""
-    ranks = {environment_of(p).get("RANK", ""): p for p in children_of(server.process.pid)}
+    commands = children_of(forked.program_of(server.process.pid))
+    ranks = {environment_of(p).get("RANK", ""): forked.program_of(p) for p in commands}
     if victim == "front end":
         (found,) = children_of(ranks["0"])
         return found
@@ -110,8 +110,8 @@ def test_a_killed_front_end_ends_all_ranks(
 def serving(checkpoint: Path, axis: str, monkeypatch: pytest.MonkeyPatch):
     """Start a server of two ranks whose steps are slow."""
     monkeypatch.setenv("FAULTS", SLOW_STEPS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", TOOL, "--load", str(checkpoint), "--device", "cpu", "--port", "0"]
+    command = [*forked.torchrun(2), TOOL]
+    command += ["--load", str(checkpoint), "--device", "cpu", "--port", "0"]
     sizes = {"tensor": 1, axis: 2}
     for name, size in sizes.items():
         command += [f"--{name}-model-parallel-size", str(size)]

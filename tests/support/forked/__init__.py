@@ -45,6 +45,11 @@ def torchrun(num_ranks: int, executable: str | None = None) -> list[str]:
     return [program, "--standalone", f"--nproc-per-node={num_ranks}"]
 
 
+def program_of(command: int) -> int:
+    """Return the process of the program for which the process ``command`` asked."""
+    return int(Path(f"/proc/{command}/comm").read_text())
+
+
 @cache
 def _started(device: str | None) -> str:
     """Start the server and return its client; the server ends with this process."""

@@ -31,7 +31,10 @@ def main() -> None:
     socket.send_fds(connection, [len(content).to_bytes(8, "big")], descriptors)
     connection.sendall(content)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    status = int(connection.recv(64) or SERVER_ENDED)
+    answers = connection.makefile()
+    with open("/proc/self/comm", "w") as name:  # see `tests.support.forked.program_of`
+        name.write(answers.readline())
+    status = int(answers.readline() or SERVER_ENDED)
     if status < 0:
         if status != -signal.SIGKILL:  # which has no handler
             signal.signal(-status, signal.SIG_DFL)

@@ -90,6 +90,8 @@ class Server:
             return lambda: run_program(received, **command)
         for number in received:
             os.close(number)
+        with contextlib.suppress(OSError):  # the client was killed just now
+            connection.sendall(f"{pid}\n".encode())
         self._programs[pid] = Program(pid, connection)
         self._selector.register(connection, selectors.EVENT_READ, self._programs[pid])
         return None
