@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -191,9 +190,9 @@ def test_a_server_ends_with_the_processes_of_its_grammars(
     checkpoint: Path, is_stopped: bool
 ) -> None:
     pytest.importorskip("llguidance")
-    command = [sys.executable, TOOL, "--load", str(checkpoint), "--device", "cpu", "--port", "0"]
+    command = [forked.python(), TOOL, "--load", str(checkpoint), "--device", "cpu", "--port", "0"]
     with started(command) as server:
-        tasks = Path(f"/proc/{server.process.pid}/task")
+        tasks = Path(f"/proc/{forked.program_of(server.process.pid)}/task")
         children = "".join(path.read_text() for path in tasks.glob("*/children")).split()
         (first,) = [
             int(child)

@@ -85,7 +85,9 @@ def test_a_program_ends_with_its_command(program: Path) -> None:
     with started(program, "wait") as process:
         assert process.stdout is not None
         process.stdout.readline()
-        descriptor = os.pidfd_open(int(process.stdout.readline()))
+        number = int(process.stdout.readline())
+        assert forked.program_of(process.pid) == number
+        descriptor = os.pidfd_open(number)
         process.kill()
         ended, _, _ = select.select([descriptor], [], [], 60)
         os.close(descriptor)
