@@ -176,3 +176,21 @@ def served(rank: int, world_size: int, load: str, is_stored: bool) -> object:
 
 
 STORE = "megatron.inference.generation"
+
+
+def test_texts_of_a_file_calibrate_a_model(trained: Path, tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    text = " ".join(str(number * number % 100) for number in range(150))
+    file.write_text(f'{{"text": "{text}"}}\n{{"text": "{text}"}}\n')
+    flags = ["--finetune", "--calib-data", str(file), "--calib-observer", "percentile"]
+    saved = calibrated(trained, tmp_path / "save", "w4a8_awq", *flags)
+    argv = [*CALIBRATION, "--load", str(trained), "--save", str(tmp_path), *flags]
+    (answers,) = run_ranks(served, 1, str(saved), True)
+    assert all(len(tokens) == 12 for tokens, _ in answers)
+    for extra, message in (
+        ("--export-quant-cfg fp8 --calib-size 16", "has 9 rows of --seq-length 32 tokens"),
+        ("--export-quant-cfg fp8 --calib-size 1", "a step has 2 samples"),
+        ("", "--export-quant-cfg is required: one of int8_sq, fp8,"),
+    ):
+        (said,) = run_ranks(quantize, 1, [*argv, *extra.split()])
+        assert message in said
