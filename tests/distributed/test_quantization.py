@@ -6,6 +6,7 @@ import contextlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import MegatronError
 from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.inference.paged_engine.engine import Engine
 from megatron.inference.generation import GenerationLayout
 from megatron.post_training.quantization import add_flags, quantize_checkpoint
 from megatron.training.initialize import configure, connect
@@ -176,6 +178,28 @@ def served(rank: int, world_size: int, load: str, is_stored: bool) -> object:
 
 
 STORE = "megatron.inference.generation"
+
+
+def test_a_server_loads_another_checkpoint_of_the_recipe(trained: Path, tmp_path: Path) -> None:
+    first = calibrated(trained, tmp_path / "first", "int8")
+    run = [*MODEL, "--export-quant-cfg", "int8", "--load", str(first), "--finetune"]
+    run_gpt(tmp_path / "log", *run, "--lr", "1e-2", "--save", str(tmp_path / "second"))
+    (found,) = run_ranks(reloaded, 1, str(first), str(tmp_path / "second"))
+    (expected,) = run_ranks(served, 1, str(tmp_path / "second"), True)
+    assert found == expected
+    (before,) = run_ranks(served, 1, str(first), True)
+    assert before != expected
+
+
+def reloaded(rank: int, world_size: int, load: str, newer: str) -> object:
+    write = Engine.generate
+
+    def generate_again(engine: Engine, requests: Any, **more: Any) -> Any:
+        engine.update_weights(newer)
+        return write(engine, requests, **more)
+
+    with mock.patch.object(Engine, "generate", generate_again):
+        return served(rank, world_size, load, True)
 
 
 def test_texts_of_a_file_calibrate_a_model(trained: Path, tmp_path: Path) -> None:
