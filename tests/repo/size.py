@@ -57,7 +57,7 @@ BUDGETS: dict[str, int] = {
     "training/checkpointing": 13730,
     "training/compat": 3900,
     "training/config": 8400,
-    "training/conversion": 37950,
+    "training/conversion": 40950,
     "training/data": 4850,
     "training/datasets": 0,
     "training/estimates": 5100,

@@ -1,6 +1,7 @@
 """Convert a checkpoint: from and to Hugging Face, between our formats, for another layout.
 
     python tools/checkpoint/convert.py --from DIR --to DIR --format hf
+    python tools/checkpoint/convert.py --from DIR --to DIR --format hf --quant int4
     python tools/checkpoint/convert.py --from HF_DIR --to DIR [--tensor-parallel 2]
     python tools/checkpoint/convert.py --from ADAPTERS --to DIR --format peft|hf|safetensors_dist
     python tools/checkpoint/convert.py --from PEFT_DIR --base DIR --to ADAPTERS
@@ -25,8 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 import megatron.post_training  # noqa: F401  registers its objectives
 from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.core.quantization.formats import RECIPES
 from megatron.training.checkpointing.model_folder_args import local_folder
 from megatron.training.conversion.convert import DTYPES, HF, PEFT, ConversionRequest, convert
+from megatron.training.conversion.quantized_export import FORMS
 from megatron.training.preprocess.cli import run_tool
 from megatron.training.process.user_code import parse_tool_args
 
@@ -71,6 +74,9 @@ def get_parser() -> argparse.ArgumentParser:
     add("--from", "--load-dir", dest="source", required=True, help=f"what to read: {names}")
     add("--to", "--save-dir", dest="target", type=Path, required=True, help="what to write")
     add("--format", choices=(HF, PEFT, *FORMATS), default=next(iter(FORMATS)))
+    add("--quant", help=f"write linear layers in few bits, with --format hf: {', '.join(RECIPES)}")
+    add("--quant-format", choices=FORMS, default=FORMS[0], help="files of --quant")
+    add("--report-text", type=Path, help="text file for the perplexity before and after --quant")
     add("--family", help="Hugging Face model_type to write; default: the one that fits")
     add("--base", help="model of the adapters; default: where their checkpoint says")
     add("--dtype", choices=tuple(DTYPES), help="of the weights written; default: as they are")
@@ -124,6 +130,9 @@ def wanted_of(args: argparse.Namespace) -> ConversionRequest:
         kind=args.model_type and args.model_type.lower(),
         verify=not args.no_verify,
         max_shard_bytes=args.max_shard_size,
+        quant=args.quant,
+        quant_form=args.quant_format,
+        report_text=args.report_text,
     )
 
 

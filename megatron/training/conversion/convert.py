@@ -6,6 +6,7 @@ From and to Hugging Face, only the weights and the description of the model are.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -22,7 +23,7 @@ from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.formats import FORMATS, Contents
 from megatron.core.dist_checkpointing.hashing import hash_here
 from megatron.core.dist_checkpointing.key_names import is_vocabulary
-from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
+from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE, write_text
 from megatron.core.dist_checkpointing.plain_values import plain
 from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX, LazyPiece, TensorRecord
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
@@ -44,6 +45,14 @@ from megatron.training.conversion.hf import as_classifier, without_heads
 from megatron.training.conversion.lazy import counted, made_ahead
 from megatron.training.conversion.model_folder import precision, read_folder
 from megatron.training.conversion.peft import CONFIG, merged
+from megatron.training.conversion.quantized_export import (
+    BUFFER,
+    MODELOPT,
+    Quantization,
+    modelopt_file,
+    quantization_of,
+    quantize,
+)
 from megatron.training.conversion.shape import ModelShape, shape_of
 from megatron.training.conversion.source import BESIDE as BESIDE
 from megatron.training.conversion.source import HF as HF
@@ -56,6 +65,7 @@ from megatron.training.conversion.source import (
     embedding_of,
     layout_of,
     special_ids,
+    text_of,
     vocab_size_of,
     with_changes,
     without_padding,
@@ -63,7 +73,7 @@ from megatron.training.conversion.source import (
 from megatron.training.conversion.source import ConversionRequest as ConversionRequest
 from megatron.training.conversion.source import read_source as read_source
 from megatron.training.conversion.source import run_config as run_config
-from megatron.training.conversion.verify import compare_logits
+from megatron.training.conversion.verify import compare_logits, report_quantized
 from megatron.training.conversion.vision import (
     export_classifier,
 )
@@ -132,6 +142,11 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
     if wanted.kind not in (None, kind):
         raise CheckpointError(f"{wanted.source} is of kind {kind}, not {wanted.kind}")
     source = replace(source, args=with_changes(source.args, wanted.args, say))
+    if wanted.quant is not None and wanted.format != HF:
+        raise CheckpointError(
+            f"--quant {wanted.quant} with --format {wanted.format}: --format {HF} alone is written "
+            "in few bits"
+        )
     if wanted.format == PEFT:
         return _to_peft(source, wanted, say)
     if base_named_in(source.args) is not None:
@@ -165,8 +180,11 @@ def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
 
 def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     weights = source.weights
-    run = run_config(source.args)
+    saved = source.args.get("export_quant_cfg")
+    run = run_config({**source.args, "export_quant_cfg": None})
     vocab_size = 1 if model_kind_of(run).classifies_images else vocab_size_of(source, wanted)
+    quant = quantization_of(wanted.quant, wanted.quant_form, weights, saved)
+    weights = {name: tensor for name, tensor in weights.items() if BUFFER not in name}
     with hf_folder.new_folder(wanted.target) as folder:
         architecture = write_model(
             folder,
@@ -175,12 +193,17 @@ def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
             vocab_size,
             config_beside(source.beside),
             family=wanted.family,
+            quant=quant,
             max_shard_bytes=wanted.max_shard_bytes,
         )
         if source.beside is not None:
             hf_folder.copy_beside(source.beside, folder)
-        if wanted.verify:
+        if wanted.verify and quant is None:
             say(compare_logits(folder, run, weights, vocab_size))
+        elif wanted.verify:
+            held = read_folder(folder).tensors
+            text = None if wanted.report_text is None else text_of(source, wanted.report_text)
+            say(report_quantized(folder, run, weights, held, vocab_size, text))
     say(f"wrote {architecture}, {_count(weights)} weights, to {wanted.target}")
     return wanted.target
 
@@ -193,13 +216,14 @@ def write_model(
     came_with: JsonObject,
     *,
     family: str | None = None,
+    quant: Quantization | None = None,
     **files: Any,
 ) -> str:
     """Write config.json and the weights into ``folder``; return the architecture.
 
     ``came_with``: the config.json that the model was made from, or {}; it is kept if it describes
-    the model.  ``files``: options of `hf_folder.write_weights`.  Raises CheckpointError if Hugging
-    Face has no class for the model.
+    the model.  ``quant``: write linear layers as codes.  ``files``: options of
+    `hf_folder.write_weights`.  Raises CheckpointError if Hugging Face has no class for the model.
     """
     kind = model_kind_of(run)
     if kind.classifies_images:
@@ -215,9 +239,18 @@ def write_model(
     else:
         config, found, shape = describe(run, vocab_size, came_with, family)
         tensors = hf.export_model(shape, weights, found)
+    dtype = tensors[0].dtype
+    config.pop("quantization_config", None)  # that of the source
+    if quant is not None:
+        if kind.classifies_images or kind.reads_images:
+            raise CheckpointError(f"--quant: {kind.title} is written without quantization only")
+        tensors, settings = quantize(tensors, weights, quant, run, shape, found)
+        config["quantization_config"] = settings
+        if quant.form == MODELOPT:
+            file = json.dumps(modelopt_file(settings), indent=2)
+            write_text(folder / hf_folder.MODELOPT_CONFIG, f"{file}\n")
     name = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config = {**config, name: str(tensors[0].dtype).removeprefix("torch.")}
-    config.pop("quantization_config", None)  # weights are written unquantized
+    config = {**config, name: str(dtype).removeprefix("torch.")}
     hf_folder.write_config(folder, config)
     hf_folder.write_weights(folder, tensors, **files)
     return str(config["architectures"][0])
@@ -429,6 +462,8 @@ def _renamed(
 
 def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     if tensor.name.startswith(OPTIMIZER_PREFIX) or tensor.name.endswith(_ALWAYS_FP32):
+        return tensor
+    if BUFFER in tensor.name:  # scales
         return tensor
     return replace(tensor, dtype=dtype, make=lambda: tensor.make().to(dtype))
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, ConfigError, MegatronError
 from megatron.core.config.value_types import Arguments, JsonObject
@@ -42,6 +43,7 @@ from megatron.training.tokenizer import (
 
 HF = "hf"
 PEFT = "peft"
+_WINDOWS, _WINDOW = 16, 256  # rows and tokens of a row of --report-text
 BESIDE = "huggingface"  # folder next to iter_*: config.json, tokenizer, generation config
 EMBEDDING = "embedding.word_embeddings.weight"
 # Arguments that define a model, besides those of --use-checkpoint-args; values that every run
@@ -82,6 +84,9 @@ class ConversionRequest:
     is_release: bool = False  # write weights only, without training state
     verify: bool = True
     max_shard_bytes: int | None = None
+    quant: str | None = None  # recipe of quantized linear layers
+    quant_form: str = "compressed-tensors"
+    report_text: Path | None = None  # for the perplexity before and after
     rename: Callable[[str], str | None] | None = None  # key -> new key, or None to omit it
 
 
@@ -232,6 +237,22 @@ def vocab_size_of(source: Source, wanted: ConversionRequest) -> int:
     multiple = args["make_vocab_size_divisible_by"]
     tp = args["tensor_model_parallel_size"]
     return tokens if pad_vocab_size(tokens, multiple, tp) == rows else rows
+
+
+def text_of(source: Source, path: Path) -> Tensor:
+    """Return the first tokens of a text file, in at most `_WINDOWS` rows [b, s]."""
+    tokenizer = create_tokenizer(TokenizerSpec.of(argparse.Namespace(**source.args)))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"--report-text {path} cannot be read: {error}") from None
+    ids = torch.tensor(tokenizer.tokenize(text)[: _WINDOWS * _WINDOW])
+    length = min(_WINDOW, source.args.get("max_position_embeddings") or _WINDOW)
+    if len(ids) <= length:
+        raise CheckpointError(
+            f"--report-text {path} has {len(ids)} tokens: more than {length} are needed"
+        )
+    return ids[: len(ids) // length * length].view(-1, length)
 
 
 def without_padding(source: Source, wanted: ConversionRequest) -> Source:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore, ProcessGroup
+from torch.nn.functional import cross_entropy
 
 from megatron.core import optional
 from megatron.core.config.errors import CheckpointError
@@ -49,7 +50,7 @@ def compare_logits(
     if reason is not None:
         return f'the logits were not compared: {reason} (pip install "megatron-train[hf]")'
     needed = sum(math.prod(t.shape) for t in tensors.values()) * _BYTES_PER_WEIGHT
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = free_memory()
     if needed > free:
         return (
             f"the logits were not compared: that takes {needed / 1e9:.0f} GB of memory and "
@@ -83,6 +84,56 @@ def compare_logits(
         )
     inputs = f"{len(prompts)} {'images' if kind.classifies_images else 'prompts'}"
     return f"the logits of {inputs} agree within {apart:.2g} (the largest {largest:.3g})"
+
+
+def report_quantized(
+    folder: Path,
+    config: RunConfig,
+    exact: Mapping[str, LazyTensor],
+    rounded: Mapping[str, LazyTensor],
+    vocab_size: int,
+    text: Tensor | None = None,
+) -> str:
+    """Return a message on size, logit error and perplexity of quantized weights.
+
+    ``exact``, ``rounded``: the weights before, and as ``folder`` holds them; inputs of layers are
+    not rounded.  ``text``: ids [b, s]; None takes random ones, whose perplexity is not reported.
+    """
+    before = sum(tensor.num_bytes for tensor in exact.values())
+    after = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    size = f"{after / 1e6:.3g} MB in place of {before / 1e6:.3g} MB"
+    if sum(math.prod(t.shape) for t in exact.values()) * 2 * _BYTES_PER_WEIGHT > free_memory():
+        return f"{size}; the logits were not compared: the memory is too small"
+    length = min(_LENGTH, config.language_model.max_position_embeddings or _LENGTH)
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, vocab_size, (_PROMPTS, length), generator=generator)
+    prompts = prompts if text is None else text
+    models = [our_model(config, tensors, vocab_size) for tensors in (exact, rounded)]
+    apart, largest, same = [], [], []
+    losses = torch.zeros(2)
+    with Progress("comparing the logits before and after rounding"), torch.no_grad():
+        for row in prompts.split(1):
+            first, second = (next(our_outputs(model, config, row)) for model in models)
+            apart.append((first - second).abs())
+            largest.append(first.abs().max())
+            same.append(first.argmax(-1) == second.argmax(-1))
+            for number, logits in enumerate((first, second)):
+                losses[number] += cross_entropy(logits[0, :-1], row[0, 1:])
+    of_text = ""
+    if text is not None:
+        of_text = "; perplexity {:.4g} before, {:.4g} after".format(*(losses / len(text)).exp())
+    errors = torch.cat(apart)
+    return (
+        f"{size}; rounding the weights changes logits by {float(errors.mean()):.2g} on average, "
+        f"{float(errors.max()):.2g} at most (the largest {float(max(largest)):.3g}); the best "
+        f"token stays in {float(torch.cat(same).float().mean()):.0%} of {prompts.numel()} places"
+        f"{of_text}"
+    )
+
+
+def free_memory() -> int:
+    """Return the free bytes of memory."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @torch.no_grad()

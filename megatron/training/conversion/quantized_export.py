@@ -1,0 +1,312 @@
+"""Write the linear layers of a Hugging Face folder as codes and scales.
+
+The scales belong to this program's layers: those of a calibrated checkpoint, else of the largest
+magnitudes.  A fused layer (query, key and value; gate and up) has one matrix here and several
+there; conversion only selects and permutes rows, so its scales, expanded to one row for each row of
+the weight, are converted like the weight.  Squares of rows and columns are computed from the
+converted matrices, since their rows may come from several squares here.
+
+    --quant-format      files
+    compressed-tensors  `quantization_config` in config.json: for vLLM, SGLang and transformers
+    modelopt            hf_quant_config.json: for TensorRT-LLM, vLLM and SGLang
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import JsonObject
+from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+from megatron.core.dist_checkpointing.validation import INSIDE_QUANTIZER
+from megatron.core.params.param_info import info_of
+from megatron.core.quantization.formats import (
+    RECIPES,
+    NumberFormat,
+    Recipe,
+    codes_of,
+    pack_fp4,
+    pack_int4,
+    scales_of,
+)
+from megatron.core.tensor_parallel.layers import Linear
+from megatron.training.config.run import RunConfig
+from megatron.training.conversion.family import Family
+from megatron.training.conversion.shape import ModelShape
+from megatron.training.conversion.tensors import Rule
+from megatron.training.conversion.verify import model_on_meta
+
+COMPRESSED_TENSORS, MODELOPT = "compressed-tensors", "modelopt"
+FORMS = (COMPRESSED_TENSORS, MODELOPT)
+BUFFER = INSIDE_QUANTIZER  # in the names of the scales of a calibrated checkpoint
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How linear layers are written; ``buffers``: scales of a calibrated checkpoint, or none."""
+
+    recipe: Recipe
+    form: str
+    buffers: Mapping[str, LazyTensor]
+
+    @property
+    def input(self) -> NumberFormat | None:
+        """Format of the inputs.  Without calibration each token has a scale of its own."""
+        found = self.recipe.input
+        if found is None or self.buffers:
+            return found
+        if found.has_two_levels:  # its second scale needs calibration
+            return None
+        return replace(found, block=(1, 0), is_dynamic=True)
+
+
+def quantization_of(
+    name: str | None, form: str, weights: Mapping[str, LazyTensor], saved: object
+) -> Quantization | None:
+    """Return the quantization that --quant asks for or the checkpoint has, or None.
+
+    ``saved``: the recipe of a calibrated checkpoint.  Raises CheckpointError.
+    """
+    buffers = {key: tensor for key, tensor in weights.items() if BUFFER + "weight_scale" in key}
+    if buffers:
+        buffers |= {key: t for key, t in weights.items() if BUFFER + "input_scale" in key}
+        if name not in (None, saved):
+            raise CheckpointError(
+                f"--quant {name}: the checkpoint is calibrated for {saved}; leave --quant out"
+            )
+        name = str(saved)
+    if name is None:
+        return None
+    if name not in RECIPES:
+        raise CheckpointError(f"--quant {name}: the recipes are {', '.join(RECIPES)}")
+    found = Quantization(RECIPES[name], form, buffers)
+    if form == MODELOPT:
+        _modelopt_name(found)
+    return found
+
+
+def quantize(
+    tensors: Sequence[LazyTensor],
+    ours: Mapping[str, LazyTensor],
+    wanted: Quantization,
+    run: RunConfig,
+    shape: ModelShape,
+    family: Family,
+) -> tuple[list[LazyTensor], JsonObject]:
+    """Replace the weights of linear layers in ``tensors``; return also quantization_config.
+
+    ``ours``: the weights by our names.  Raises CheckpointError for a layer that the format cannot
+    represent.
+    """
+    layers: dict[str, list[LazyTensor]] = {}
+    by_name = {tensor.name: tensor for tensor in tensors}
+    for name in _layers_of(run, shape, wanted.recipe):
+        rule = family.rule(name, shape)
+        for index, theirs in enumerate(rule.theirs):
+            _check(by_name.get(theirs), theirs, rule, wanted)
+            scales = partial(_scales, ours[name], by_name[theirs], rule, index, shape, wanted)
+            buffer = wanted.buffers.get(name.removesuffix(".weight") + BUFFER + "input_scale")
+            layers[theirs] = list(_parts(by_name[theirs], scales, wanted, buffer))
+    out = [part for tensor in tensors for part in layers.get(tensor.name, [tensor])]
+    plain = [t.name for t in tensors if t.name not in layers and len(t.shape) == 2]
+    ignored = [name.removesuffix(".weight") for name in plain if name.endswith(".weight")]
+    if wanted.form == MODELOPT:
+        algorithm, size = _modelopt_name(wanted), wanted.recipe.weight.block[1]
+        settings: JsonObject = {"quant_algo": algorithm, "kv_cache_quant_algo": None}
+        settings |= {"group_size": size} if size else {}
+        return out, {"quant_method": MODELOPT, **settings, "ignore": ignored}
+    form = _form_of(wanted)
+    group = {
+        "targets": ["Linear"],
+        "format": form,
+        "weights": _described(wanted.recipe.weight),
+        "input_activations": wanted.input and _described(wanted.input, is_input=True),
+        "output_activations": None,
+    }
+    return out, {
+        "quant_method": COMPRESSED_TENSORS,
+        "quantization_status": "compressed",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+    }
+
+
+def modelopt_file(settings: JsonObject) -> JsonObject:
+    """Return hf_quant_config.json for a ``quantization_config`` of the form of ModelOpt."""
+    inside = {k: v for k, v in settings.items() if k not in ("quant_method", "ignore")}
+    inside["exclude_modules"] = settings["ignore"]
+    return {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": inside}
+
+
+def _layers_of(run: RunConfig, shape: ModelShape, recipe: Recipe) -> Iterator[str]:
+    """Yield our name of the weight of each linear layer that the recipe quantizes."""
+    for layer in model_on_meta(run, shape.vocab_size).modules():
+        if not isinstance(layer, Linear) or layer.weight is None:
+            continue
+        info = info_of(layer.weight)
+        if not info.is_embedding_or_output and not any(
+            fnmatchcase(info.name, pattern) for pattern in recipe.skipped
+        ):
+            yield info.name
+
+
+def _check(tensor: LazyTensor | None, name: str, rule: Rule, wanted: Quantization) -> None:
+    flag = f"--quant {wanted.recipe.name}: {name}"
+    if tensor is None or rule.transposed:
+        raise CheckpointError(
+            f"{flag} is no matrix [out, in] of a linear layer in this family: the folders of "
+            "quantized models have no form for it; write it without --quant"
+        )
+    to = wanted.recipe.weight
+    problem = to.problem(tensor.shape)
+    if problem is None and to.bits == 4 and to.kind == "int" and tensor.shape[1] % 8:
+        problem = f"its {tensor.shape[1]} columns are no multiple of 8, which share a word"
+    if problem is not None:
+        raise CheckpointError(
+            f"{flag} {list(tensor.shape)}: {problem}; the recipes are {', '.join(RECIPES)}"
+        )
+
+
+def _scales(
+    ours: LazyTensor,
+    theirs: LazyTensor,
+    rule: Rule,
+    index: int,
+    shape: ModelShape,
+    wanted: Quantization,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scales of matrix ``index`` of a layer, and its second scale for nvfp4."""
+    to = wanted.recipe.weight
+    layer = ours.name.removesuffix(".weight") + BUFFER
+    if to.block[0] > 1:
+        return scales_of(theirs.make(), to)
+    if layer + "weight_scale" in wanted.buffers:
+        scale = wanted.buffers[layer + "weight_scale"].make()
+        second = wanted.buffers.get(layer + "weight_scale_2")
+        scale_2 = None if second is None else second.make()
+    else:
+        scale, scale_2 = scales_of(ours.make(), to)
+    rows = rule.to_theirs(scale.expand(ours.shape[0], -1), shape)[index]
+    return rows[: None if to.block[0] else 1].contiguous(), scale_2
+
+
+def _parts(
+    weight: LazyTensor,
+    scales: Callable[[], tuple[Tensor, Tensor | None]],
+    wanted: Quantization,
+    input_scale: LazyTensor | None,
+) -> Iterator[LazyTensor]:
+    """Yield the tensors of one layer; each is computed from the weight when it is written."""
+    to = wanted.recipe.weight
+    is_modelopt = wanted.form == MODELOPT
+    rows, columns = weight.shape
+    layer = weight.name.removesuffix("weight")
+
+    def part(
+        own: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], Tensor]
+    ) -> LazyTensor:
+        return LazyTensor(
+            layer + own, dtype, shape, lambda: make().to(dtype).reshape(shape).contiguous()
+        )
+
+    def codes() -> Tensor:
+        scale, scale_2 = scales()
+        found = codes_of(weight.make(), scale, to, scale_2)
+        if to.has_two_levels:
+            return pack_fp4(found)
+        if not is_packed:
+            return found
+        return pack_int4(found) if to.bits == 4 else (found.int() + 128).byte().view(torch.int32)
+
+    def second() -> Tensor:
+        scale_2 = scales()[1]
+        assert scale_2 is not None, "nvfp4 has it"
+        return scale_2 if is_modelopt else 1 / scale_2
+
+    is_packed = _form_of(wanted) == "pack-quantized" and not is_modelopt
+    high, wide = (block or size for block, size in zip(to.block, weight.shape, strict=True))
+    size: tuple[int, ...] = (rows // high, columns // wide)
+    if to.block == (0, 0):
+        size = () if is_modelopt else (1,)
+    elif is_modelopt and high > 1:
+        size = (rows // high, 1, columns // wide, 1)
+    elif is_modelopt and to.block == (1, 0):
+        size = (rows,)
+    if to.has_two_levels:
+        own = "weight" if is_modelopt else "weight_packed"
+        yield part(own, torch.uint8, (rows, columns // 2), codes)
+        yield part("weight_scale", torch.float8_e4m3fn, size, lambda: scales()[0])
+        own = "weight_scale_2" if is_modelopt else "weight_global_scale"
+        yield part(own, torch.float32, () if is_modelopt else (1,), second)
+    else:
+        dtype = weight.dtype if is_packed else torch.float32
+        yield part("weight_scale", dtype, size, lambda: scales()[0])
+        if is_packed:
+            yield part("weight_packed", torch.int32, (rows, columns * to.bits // 32), codes)
+            yield part("weight_shape", torch.int64, (2,), lambda: torch.tensor([rows, columns]))
+        else:
+            kind = torch.int8 if to.kind == "int" else torch.float8_e4m3fn
+            yield part("weight", kind, (rows, columns), codes)
+    if wanted.input is not None and input_scale is not None:
+        is_inverse = to.has_two_levels and not is_modelopt
+        make = input_scale.make
+        own = "input_global_scale" if is_inverse else "input_scale"
+        shape = () if is_modelopt else (1,)
+        yield part(own, torch.float32, shape, (lambda: 1 / make()) if is_inverse else make)
+
+
+def _form_of(wanted: Quantization) -> str:
+    """Return the name of compressed-tensors' format."""
+    to = wanted.recipe.weight
+    if to.has_two_levels:
+        return "nvfp4-pack-quantized"
+    if to.kind == "float":
+        return "float-quantized"
+    return "pack-quantized" if to.bits == 4 or wanted.input is None else "int-quantized"
+
+
+def _described(to: NumberFormat, *, is_input: bool = False) -> JsonObject:
+    """Return the arguments of compressed-tensors for weights or inputs."""
+    found: JsonObject = {"num_bits": to.bits, "type": to.kind, "symmetric": True}
+    found["dynamic"] = to.is_dynamic
+    high, wide = to.block
+    if to.has_two_levels:
+        found |= {"strategy": "tensor_group", "group_size": wide}
+        found |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+        found["dynamic"] = "local" if to.is_dynamic else False
+    elif high > 1:
+        found |= {"strategy": "block", "block_structure": [high, wide]}
+    elif wide:
+        found |= {"strategy": "group", "group_size": wide}
+    elif high:
+        found["strategy"] = "token" if is_input else "channel"
+    else:
+        found["strategy"] = "tensor"
+    return found
+
+
+def _modelopt_name(wanted: Quantization) -> str:
+    """Return ModelOpt's quant_algo.  Raises CheckpointError where its files have none."""
+    to, source = wanted.recipe.weight, wanted.input
+    is_static = source is not None and not source.is_dynamic
+    if to.has_two_levels:
+        return "W4A16_NVFP4" if source is None else "NVFP4"
+    if to.block == (128, 128):
+        return "FP8_PB_WO"
+    if to.kind == "float" and to.block == (0, 0) and is_static:
+        return "FP8"
+    if to.kind == "float" and to.block == (1, 0) and source is not None and source.is_dynamic:
+        return "FP8_PER_CHANNEL_PER_TOKEN"
+    raise CheckpointError(
+        f"--quant-format modelopt with --quant {wanted.recipe.name}: written are nvfp4, "
+        "fp8_blockwise, fp8_dynamic, and fp8 of a calibrated checkpoint; use --quant-format "
+        "compressed-tensors"
+    )

@@ -1,0 +1,167 @@
+"""Hugging Face folders whose linear layers are codes and scales."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.quantization.formats import RECIPES
+from megatron.core.quantization.quantizer import attach_quantizers, quantized_layers
+from megatron.training.conversion.convert import (
+    HF,
+    ConversionRequest,
+    convert,
+    run_config,
+    write_checkpoint,
+)
+from megatron.training.conversion.lazy import as_lazy
+from megatron.training.conversion.model_folder import read_folder
+from megatron.training.conversion.quantized_export import MODELOPT
+from megatron.training.conversion.source import Source, default_args
+from megatron.training.conversion.verify import our_model, our_outputs
+from tests.support import hugging_face_models as models
+from tests.support import tolerances
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    models.write(folder, "llama", **SIZES)
+    return folder
+
+
+def written(source: Path, target: Path, recipe: str, form: str = "compressed-tensors") -> str:
+    said: list[str] = []
+    text = target.parent / "text"
+    text.write_text("7 11 13 5 " * 30)
+    request = ConversionRequest(
+        source=source,
+        target=target,
+        format=HF,
+        quant=recipe,
+        quant_form=form,
+        report_text=text,
+    )
+    convert(request, said.append)
+    return said[-2]
+
+
+def outputs_of(folder: Path, recipe: str | None = None) -> torch.Tensor:
+    """Return the logits of ``folder``, with fake quantization of its weights by ``recipe``."""
+    found = read_folder(folder)
+    run = run_config(default_args() | found.args(folder, folder))
+    model = our_model(run, found.tensors, models.VOCABULARY)
+    if recipe is not None:
+        weights_alone = replace(RECIPES[recipe], input=None)
+        attach_quantizers(model, lambda name: weights_alone)
+        for layer, quantizer in quantized_layers([model]):
+            assert layer.weight is not None
+            quantizer.set_weight_scales(layer.weight)
+    with torch.no_grad():
+        return next(iter(our_outputs(model, run, models.prompts(20))))
+
+
+@pytest.mark.feature("Checkpoints: convert.py --quant writes folders of compressed-tensors")
+@pytest.mark.parametrize("recipe", ["int4", "int8_sq", "fp8", "nvfp4"])
+def test_codes_are_the_values_of_fake_quantization(
+    source: Path, tmp_path: Path, recipe: str
+) -> None:
+    said = written(source, tmp_path / "out", recipe)
+    assert "MB in place of" in said
+    found = re.search(r"changes logits by .* perplexity (.*) before, (.*) after", said)
+    assert found is not None
+    assert found[1] != found[2]
+    expected = outputs_of(source, recipe)
+    torch.testing.assert_close(outputs_of(tmp_path / "out"), expected, **tolerances.LOGITS)
+    assert not torch.equal(outputs_of(source), expected)
+    settings = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert settings["ignore"] == ["model.embed_tokens", "lm_head"]
+
+
+def test_modelopt_writes_its_names_and_its_config(source: Path, tmp_path: Path) -> None:
+    written(source, tmp_path / "out", "nvfp4", MODELOPT)
+    found = models.weights(tmp_path / "out")
+    layer = "model.layers.1.mlp.up_proj."
+    own = {
+        name.removeprefix(layer): (t.dtype, t.dim()) for name, t in found.items() if layer in name
+    }
+    assert own == {
+        "weight": (torch.uint8, 2),
+        "weight_scale": (torch.float8_e4m3fn, 2),
+        "weight_scale_2": (torch.float32, 0),
+    }
+    config = json.loads((tmp_path / "out/hf_quant_config.json").read_text())
+    assert config["quantization"]["quant_algo"] == "W4A16_NVFP4"
+    expected = outputs_of(source, "nvfp4")
+    torch.testing.assert_close(outputs_of(tmp_path / "out"), expected, **tolerances.LOGITS)
+
+
+def test_scales_of_a_calibrated_checkpoint_are_used(source: Path, tmp_path: Path) -> None:
+    found = read_folder(source)
+    args = default_args() | found.args(source, source) | {"export_quant_cfg": "fp8"}
+    layer = "decoder.layers.0.self_attention.linear_qkv"
+    names = [name for name in found.tensors if "linear_" in name and name.endswith(".weight")]
+    buffers = {
+        f"{name.removesuffix('weight')}quantizer.{own}": torch.full((1, 1), value)
+        for name in names
+        for own, value in (("weight_scale", 0.5), ("input_scale", 0.25))
+    }
+    args["model_kind"] = "gpt"
+    calibrated = Source(
+        tensors={**found.tensors, **as_lazy(buffers)}, args=args, common={}, layout={}
+    )
+    ours = ConversionRequest(source=source, target=tmp_path / "ours", format="safetensors_dist")
+    write_checkpoint(calibrated, ours, lambda text: None)
+    request = replace(ours, source=tmp_path / "ours", target=tmp_path / "out", format=HF)
+    convert(request, lambda text: None)
+    held = models.weights(tmp_path / "out")
+    for part in "qkv":
+        name = f"model.layers.0.self_attn.{part}_proj."
+        assert held[f"{name}weight_scale"].tolist() == [0.5]
+        assert held[f"{name}input_scale"].tolist() == [0.25]
+    assert f"{layer}.weight" in names
+    with pytest.raises(CheckpointError, match="--quant int8: the checkpoint is calibrated for fp8"):
+        convert(replace(request, target=tmp_path / "no", quant="int8"), lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "form", "format", "case", "sentence"),
+    [
+        ("int5", "compressed-tensors", HF, None, "--quant int5: the recipes are int8_sq, fp8"),
+        ("int4", MODELOPT, HF, None, "written are nvfp4, fp8_blockwise, fp8_dynamic"),
+        ("int4", "compressed-tensors", "torch_dist", None, "--format torch_dist: --format hf"),
+        ("int4", "compressed-tensors", HF, "llama", "no multiple of 128, .*the recipes are"),
+        ("int8", "compressed-tensors", HF, "gpt2", "is no matrix .out, in. of a linear layer"),
+    ],
+)
+def test_what_cannot_be_written_is_named(
+    source: Path,
+    tmp_path: Path,
+    recipe: str,
+    form: str,
+    format: str,
+    case: str | None,
+    sentence: str,
+) -> None:
+    if case is not None:
+        source = tmp_path / "small"
+        models.write(source, case)
+    request = ConversionRequest(
+        source=source,
+        target=tmp_path / "out",
+        format=format,
+        quant=recipe,
+        quant_form=form,
+        verify=False,
+    )
+    with pytest.raises(CheckpointError, match=sentence):
+        convert(request, lambda text: None)
+    assert not (tmp_path / "out").exists()
