@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from examples.post_training.modelopt.common import split_paths
 from megatron.core.dist_checkpointing.formats import open_reader
 from tests.golden.make_sft_losses import TURNS, conversations, write_model
 from tests.support.pages import commands_of
@@ -64,10 +65,21 @@ def said(path: Path, argv: Sequence[str], ranks: int = 1) -> str:
 
 def launch(folder: Path, words: Sequence[str]) -> str:
     """Run the program that a command of the page starts in ``folder``; return what it printed."""
-    variables = dict(word.split("=", 1) for word in words[: words.index("bash")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        if "bash" not in words:
+            return said(ROOT / words[1], words[2:])
+        program, argv, ranks = recorded(folder, words)
+        return said(program, argv, ranks)
+
+
+def recorded(folder: Path, words: Sequence[str]) -> tuple[Path, list[str], int]:
+    """Return the program that a launcher starts, its command line and the number of ranks."""
+    at = words.index("bash")
+    variables = dict(word.split("=", 1) for word in words[:at])
     path = f"{folder}:{os.environ['PATH']}"  # the recorder of torchrun
     ended = subprocess.run(
-        ["bash", str(ROOT / words[-1])],
+        ["bash", str(ROOT / words[at + 1]), *words[at + 2 :]],
         cwd=folder,
         env={**os.environ, "PATH": path, **variables},
         capture_output=True,
@@ -75,10 +87,9 @@ def launch(folder: Path, words: Sequence[str]) -> str:
     )
     assert ended.returncode == 0, ended.stderr
     ranks, program, *argv = (folder / "words").read_text().splitlines()
-    extra = ["--num-workers", "0"] if "finetune" in program or "prune" in program else []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        return said(Path(program).resolve(), [*argv, *extra], int(ranks.rpartition("=")[2]))
+    trains = any(name in program for name in ("finetune", "prune", "quantize"))
+    extra = ["--num-workers", "0"] if trains else []
+    return Path(program).resolve(), [*argv, *extra], int(ranks.rpartition("=")[2])
 
 
 def spread_logits(file: Path) -> None:
@@ -116,8 +127,9 @@ def printed(folder: Path) -> dict[str, str]:
     """What the commands of the page print, by the name of the launcher; they run in its order."""
     found = {}
     for words in commands_of(PAGE):
-        if "bash" in words:
-            found[Path(words[-1]).stem] = launch(folder, words)
+        program = next(word for word in words if word.endswith((".sh", ".py")))
+        name = Path(program).stem
+        found[name] = found.get(name, "") + launch(folder, words)
     return found
 
 
@@ -197,18 +209,69 @@ def test_pruning_takes_its_sizes_from_variables(folder: Path, printed: dict[str,
     assert (args["num_layers"], args["hidden_size"]) == (1, 32)
 
 
+@pytest.mark.feature("ModelOpt: export.sh writes a checkpoint as a Hugging Face folder")
+def test_an_exported_model_has_the_weights_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    flags = ["--load", str(folder / "ck"), "--export-dir", str(tmp_path / "hf")]
+    said(PROGRAMS / "export.py", flags)
+    theirs = safetensors.load_file(folder / "Qwen3-0.6B/model.safetensors")
+    ours = safetensors.load_file(tmp_path / "hf/model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    assert (tmp_path / "hf/tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "split", "found"),
+    [
+        (("state.json", "data-0.arrow"), "train", ("",)),
+        (("train/state.json", "test/state.json", "dataset_dict.json"), "test", ("test",)),
+        (("test.jsonl", "train.jsonl"), "test", ("test.jsonl",)),
+        (
+            ("data/train-0-of-2.parquet", "data/train-1-of-2.parquet", "README.md"),
+            "train",
+            ("data/train-0-of-2.parquet", "data/train-1-of-2.parquet"),
+        ),
+    ],
+)
+def test_a_split_is_found_in_the_forms_of_datasets_and_of_the_hub(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: Sequence[str],
+    split: str,
+    found: Sequence[str],
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    wanted = [str(tmp_path / name) for name in found]
+    assert split_paths(str(tmp_path), split, "--finetune-hf-dataset") == wanted
+    asked = []
+
+    def download(name: str, **options: object) -> str:
+        asked.append((name, options["repo_type"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert split_paths("org/chats", split, "--finetune-hf-dataset") == wanted
+    assert asked == [("org/chats", "dataset")]
+
+
 # Program, flags, and the beginning of the error message; {hf} is a Hugging Face folder.
 REFUSED = [
     ("convert_model", "--save x", "--load (or --pretrained-model-path) is missing"),
     ("convert_model", "--load gone --save x", "--load gone: no such folder"),
     ("convert_model", "--load {hf} --pretrained-model-path {hf}", "--load {hf} and --pretrained"),
     ("convert_model", "--load {hf}", "--save is missing"),
+    ("convert_model", "--load {hf} --save x --extra-model-path y", "--extra-model-path y: weights"),
     ("generate", "", "--load is missing"),
     ("generate", "--load {hf} --finetune-hf-dataset {chats} --percentage 2", "--percentage 2.0:"),
     ("generate", "--load {hf} --finetune-hf-dataset {hf} --finetune-data-split x", "no split x"),
     ("mmlu", "--load {hf} --mmlu-dataset /gone", "--mmlu-dataset /gone: no such file"),
     ("finetune", "--load {hf}", "--finetune-hf-dataset is missing"),
     ("prune", "--load {hf} --prune-export-config 3", "--prune-export-config 3: give a JSON"),
+    ("export", "--load {hf}", "--export-dir is missing"),
+    ("export", "--load gone --export-dir x", "--load gone: no such folder"),
     ("generate", "--load {hf} --device cpu --draft-length 1", "no layers for multi-token"),
 ]
 

@@ -16,7 +16,7 @@ from megatron.core import optional
 from tests.repo.source import ROOT
 from tests.support.ranks import run_ranks
 
-FOLDERS = ("tools", "examples")
+FOLDERS = ("tools", "examples", "tasks")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 # tools/dev/library_projects.py starts these in environments that have what they import.
 FILES = [path for path in FILES if not path.match("tools/dev/lib/library_*.py")]

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("megatron", "tools", "examples", "benchmarks", "tests")
+FOLDERS = ("megatron", "tools", "examples", "tasks", "benchmarks", "tests")
 SKIPPED_PARTS = {"__pycache__", ".venv", "build"}
 
 

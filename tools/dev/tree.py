@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "docs/tree.md"
-FOLDERS = ("megatron", "tools", "examples", "benchmarks", "tests")
+FOLDERS = ("megatron", "tools", "examples", "tasks", "benchmarks", "tests")
 HEAD = """# The tree
 
 Every file and what it is for, from its own first sentence. Written by `tools/dev/tree.py`

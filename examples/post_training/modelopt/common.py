@@ -29,6 +29,8 @@ from megatron.training.arguments.parser import GIVEN, parse_args
 from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.checkpointing.model_folder_args import local_folder
+from megatron.training.checkpointing.paths import open_checkpoint
+from megatron.training.config.adapters import EAGLE_3
 from megatron.training.initialize import fail, fail_before_start
 from megatron.training.process.exit_report import exit_code
 from megatron.training.process.rank_print import print_rank_0
@@ -114,21 +116,23 @@ def load_model(args: argparse.Namespace) -> list[nn.Module]:
     return model
 
 
-def open_llm(args: argparse.Namespace, watch: ExitStack, **options: Any) -> LLM:
-    """Load --load to generate, in the layout of ``args``; ``options`` replace those of the engine.
+def open_llm(
+    args: argparse.Namespace, watch: ExitStack, written: str | None = None, **options: Any
+) -> LLM:
+    """Load --load, or ``written`` by this program, to generate in the layout of ``args``.
 
-    Model and tokenizer are those of the checkpoint: flags that describe them are announced as
-    without effect.  Collective over all ranks.
+    Model and tokenizer are those of --load: flags that describe them are announced as without
+    effect.  ``options`` replace those of the engine.  Collective over all ranks.
     """
     names = flags_and_defaults()
     given = [n for n in vars(args)[GIVEN] if n in names and not n.startswith("inference_")]
     others = sorted({names[name][0] for name in given if name not in _READ})
-    if others:
+    if others and written is None:
         print_rank_0(
             f"WARNING: {', '.join(others)}: without effect, model and tokenizer are those of --load"
         )
     return LLM.load(
-        args.load,
+        written or args.load,
         step=args.ckpt_step,
         device_kind=args.device,
         layout=generation_layout(args),
@@ -151,7 +155,8 @@ def split_paths(name: str, split: str, flag: str) -> list[str]:
     if (path / split).is_dir():
         return [str(path / split)]
     folders = (path, path / "data", path / "all")
-    found = sorted(str(f) for folder in folders for f in folder.glob(f"{split}[-._]*.*"))
+    files = (f for folder in folders for f in folder.glob(f"{split}[-._]*") if f.is_file())
+    found = sorted(map(str, files))
     if found:
         return found
     if split != "train":
@@ -195,11 +200,20 @@ def with_progress(items: Sequence[T], unit: str, args: argparse.Namespace) -> It
 
 
 def draft_options(args: argparse.Namespace, length: int) -> dict[str, object]:
-    """Return the options of an engine that drafts ``length`` tokens in a step."""
+    """Return the options of an engine that drafts ``length`` tokens in a step.
+
+    The model's draft heads draft, or else its layers for multi-token prediction, unless
+    --inference-draft-model is given.
+    """
     if length < 0:
         raise ConfigError(f"{length} draft tokens: give 0 or more")
     if not length:
         return {}
-    is_given = "inference_draft_model" in vars(args)[GIVEN]
-    kind = args.inference_draft_model if is_given else "mtp"
+    kind = args.inference_draft_model
+    if "inference_draft_model" not in vars(args)[GIVEN]:
+        asked = open_checkpoint(args.load, args.ckpt_step).asked
+        is_eagle = (
+            asked.get("export_num_eagle_layers") and asked["export_eagle_algorithm"] == EAGLE_3
+        )
+        kind = "heads" if asked.get("export_num_medusa_heads") or is_eagle else "mtp"
     return {"num_draft_tokens": length, "draft_model": kind}

@@ -2,6 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/post_training/modelopt/convert_model.py \\
         --tensor-model-parallel-size 2 --pretrained-model-path HF_FOLDER --save CHECKPOINT
+
+With --export-num-medusa-heads or --export-num-eagle-layers the checkpoint holds new draft heads of
+the model, which finetune.py trains.
 """
 
 from __future__ import annotations
@@ -24,6 +27,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add Megatron-LM's flags of conversion."""
     group = parser.add_argument_group("conversion")
     add_model_path(group)
+    group.add_argument(
+        "--extra-model-path",
+        metavar="DIR",
+        help="refused: draft heads start with new weights and are trained by finetune.py",
+    )
 
 
 def main() -> None:
@@ -31,6 +39,12 @@ def main() -> None:
     args = parse(add_flags)
     if args.save is None:
         raise ConfigError("--save is missing: give the folder of the checkpoint to write")
+    if args.extra_model_path is not None:
+        raise ConfigError(
+            f"--extra-model-path {args.extra_model_path}: weights of draft heads are not read from "
+            "a folder of their own; leave it out and train them with finetune.py, or give --load "
+            "with their checkpoint"
+        )
     model = load_model(args)
     save_checkpoint(1, model, None, None, 0)
     if is_rank0() and hf_folder.has_tokenizer(Path(args.load)):

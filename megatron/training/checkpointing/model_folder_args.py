@@ -30,6 +30,7 @@ from megatron.training.checkpointing.checkpoint_args import (
     saved_namespace,
 )
 from megatron.training.checkpointing.paths import check_common, find, is_same_directory
+from megatron.training.config.adapters import HEADS
 from megatron.training.config.preference import reads_conversations
 from megatron.training.config.run import data_parallel_size
 from megatron.training.process.rank_print import print_rank_0
@@ -100,7 +101,8 @@ def start_from_model_folder(namespace: Namespace, world_size: int, *, trains: bo
     defaults = vars(saved_namespace({}))
     of_program = values.get(OF_PROGRAM, ())
     given = {name: values[name] for name in _given(values, defaults) if name in values}
-    _check_model({n: v for n, v in given.items() if n not in _TOKENIZER}, asked, folder)
+    own = (*_TOKENIZER, *HEADS)  # a run may add heads to the folder's model
+    _check_model({n: v for n, v in given.items() if n not in own}, asked, folder)
     chosen: dict[str, Any] = {
         name: value
         for name, value in asked.items()

@@ -80,6 +80,7 @@ class ConversionRequest:
     args: Arguments = field(default_factory=dict)  # dest -> value, replaces saved arguments
     step: int | None = None
     base: Path | None = None  # of adapters; None: where their checkpoint says
+    beside: Path | None = None  # folder of config.json and tokenizer; None: with the checkpoint
     kind: str | None = None  # refuse a model of another kind
     is_release: bool = False  # write weights only, without training state
     verify: bool = True
@@ -129,6 +130,7 @@ def read_source(wanted: ConversionRequest) -> Source:
     states = {rank: reader.rank_state(rank) for rank in range(ranks)}
     is_theirs = format_of(content.folder) == HUGGING_FACE
     beside = content.folder if is_theirs else content.folder.parent / BESIDE
+    beside = wanted.beside or beside
     model = content.asked.get("tokenizer_model")
     if not beside.is_dir() and isinstance(model, str) and hf_folder.has_tokenizer(Path(model)):
         beside = Path(model)  # the checkpoint chose this path: only a tokenizer is read
