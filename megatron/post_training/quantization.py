@@ -62,10 +62,11 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def quantize_checkpoint(config: RunConfig) -> None:
+def quantize_checkpoint(config: RunConfig, *, uses_all_experts: bool = False) -> None:
     """Calibrate the model of --load by --export-quant-cfg, and write --save.
 
-    Collective over all ranks.  Raises ConfigError or DataError.
+    ``uses_all_experts``: calibration sends each token to all experts.  Collective over all ranks.
+    Raises ConfigError or DataError.
     """
     recipes = config.quantization.recipes
     missing = [name for name in ("load", "save") if getattr(config.checkpoint, name) is None]
@@ -76,6 +77,9 @@ def quantize_checkpoint(config: RunConfig) -> None:
             f"--export-quant-cfg is required: one of {', '.join(RECIPES)}; or give "
             "--kitchen-config-file"
         )
+    experts = config.model.num_moe_experts
+    if uses_all_experts and experts is None:
+        raise ConfigError("--force-all-expert-routing: the model has no experts; leave it out")
     groups = install_groups(config)
     num_samples = config.extra["calib_size"]
     step = config.training.micro_batch_size * groups.dp.size()
@@ -85,7 +89,10 @@ def quantize_checkpoint(config: RunConfig) -> None:
             "data-parallel size: use at least so many"
         )
     # The model is loaded before it has quantizers, whose scales the checkpoint lacks.
-    context = create_context(replace(config, quantization=QuantizationFlags()), groups)
+    loaded = replace(config, quantization=QuantizationFlags())
+    if uses_all_experts:
+        loaded = replace(loaded, model=config.model.changed(moe_router_topk=experts))
+    context = create_context(loaded, groups)
     chunks = build_model_chunks(context, partial(build_stage, context), wrap=False)
     run = ModelRun(**vars(context), model_chunks=chunks, forward_step_func=score)
     run.load()

@@ -16,15 +16,17 @@ from unittest import mock
 import pytest
 import torch
 
+from examples.post_training.modelopt.calibrate_gpt import windows
 from examples.post_training.modelopt.common import split_paths
 from megatron.core.dist_checkpointing.formats import open_reader
 from tests.golden.make_sft_losses import TURNS, conversations, write_model
 from tests.support.pages import commands_of
 from tests.support.ranks import run_ranks
-from tests.support.runs import ROOT
+from tests.support.runs import ROOT, run_gpt
+from tests.support.tokenizer_files import corpus_texts
 
 safetensors = pytest.importorskip("safetensors.torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
 
 PROGRAMS = ROOT / "examples/post_training/modelopt"
@@ -117,8 +119,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "chats.jsonl": [{"messages": chat} for chat in conversations()],
         "prompts.jsonl": prompts,
         "mmlu/test-0.jsonl": [question] * 4,
+        "texts.jsonl": [{"text": text} for text in corpus_texts()[:100]],
+        "short.jsonl": [{"text": "a short text"}],
     }.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "wiki.txt").write_text("\n".join(corpus_texts()[100:110])[:1000])
     return folder
 
 
@@ -209,6 +214,45 @@ def test_pruning_takes_its_sizes_from_variables(folder: Path, printed: dict[str,
     assert (args["num_layers"], args["hidden_size"]) == (1, 32)
 
 
+@pytest.mark.feature("ModelOpt: quantize.sh calibrates a Hugging Face folder and tries the result")
+def test_quantizing_writes_scales_and_continues_prompts(
+    folder: Path, printed: dict[str, str]
+) -> None:
+    assert "'Born in California, Soyer trained as a' -> '" in printed["quantize"]
+    with open_reader(folder / "quantized/release") as reader:
+        assert reader.common()["args"]["export_quant_cfg"] == "fp8"
+        scale = "decoder.layers.0.mlp.linear_fc1.quantizer.{}_scale"
+        assert all(reader.read(scale.format(of)) > 0 for of in ("weight", "input"))
+
+
+def test_a_text_that_is_not_the_reference_is_an_error(folder: Path, tmp_path: Path) -> None:
+    flags = ["--load", str(folder / "ck"), "--save", str(tmp_path / "int8"), "--mock-data"]
+    flags += ["--export-quant-cfg", "int8", "--calib-size", "1", "--num-workers", "0"]
+    flags += ["--device", "cpu", "--prompts", "the", "--references", "no such text"]
+    ((out, _, code),) = run_ranks(run_program, 1, str(PROGRAMS / "quantize.py"), flags)
+    assert "'the' -> '" in out
+    assert str(code).startswith("--references: these are not the texts")
+    assert "no such text" in str(code)
+
+
+def test_calibration_can_use_experts_without_tokens(tmp_path: Path) -> None:
+    experts = ["--num-experts", "32", "--moe-router-topk", "1", "--moe-ffn-hidden-size", "16"]
+    short = ["--train-iters", "1", "--eval-iters", "0", "--save", str(tmp_path / "moe")]
+    run_gpt(tmp_path, *experts, "--moe-router-pre-softmax", *short)
+    flags = ["--load", str(tmp_path / "moe"), "--save", str(tmp_path / "fp8"), "--device", "cpu"]
+    flags += ["--export-quant-cfg", "fp8", "--calib-size", "1", "--mock-data", "--prompts", ""]
+    words = [str(PROGRAMS / "quantize.py"), [*flags, "--num-workers", "0"]]
+    ((_, err, code),) = run_ranks(run_program, 1, *words)
+    assert code == 2
+    assert "the calibration samples have no token for" in err
+    said(PROGRAMS / "quantize.py", [*words[1], "--force-all-expert-routing"])
+    with open_reader(tmp_path / "fp8/release") as reader:
+        assert reader.common()["args"]["moe_router_topk"] == 1
+        scales = [key for key in reader.tensors if key.endswith("quantizer.input_scale")]
+        assert len(scales) > 2 * 32
+        assert all(reader.read(key).min() > 0 for key in scales)
+
+
 @pytest.mark.feature("ModelOpt: export.sh writes a checkpoint as a Hugging Face folder")
 def test_an_exported_model_has_the_weights_of_the_folder(folder: Path, tmp_path: Path) -> None:
     flags = ["--load", str(folder / "ck"), "--export-dir", str(tmp_path / "hf")]
@@ -218,6 +262,38 @@ def test_an_exported_model_has_the_weights_of_the_folder(folder: Path, tmp_path:
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
     assert (tmp_path / "hf/tokenizer.json").exists()
+
+
+def perplexity_of(text: str) -> float:
+    return float(text.rpartition("perplexity ")[2].split()[0])
+
+
+@pytest.mark.feature("ModelOpt: calibrate_gpt.py measures the perplexity of texts")
+def test_perplexity_is_that_of_transformers(
+    folder: Path, printed: dict[str, str], tmp_path: Path
+) -> None:
+    text = (folder / "wiki.txt").read_text()[:150]
+    (tmp_path / "text.txt").write_text(text)
+    flags = ["--task", "WIKITEXT103", "--valid-data", str(tmp_path / "text.txt"), "--load"]
+    found = said(ROOT / "tasks/quantize/calibrate_gpt.py", [*flags, str(folder / "Qwen3-0.6B")])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "Qwen3-0.6B")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "Qwen3-0.6B")
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss
+    assert perplexity_of(found) == pytest.approx(loss.exp().item(), rel=1e-3)
+    assert perplexity_of(printed["calibrate_gpt"]) > 1  # of the quantized model, in windows
+
+
+@pytest.mark.parametrize("stride", [1, 4, 9])
+def test_windows_score_each_token_once_after_enough_others(stride: int) -> None:
+    tokens = list(range(23))
+    scored = []
+    for window, count in windows(tokens, 9, stride):
+        assert len(window) <= 10
+        assert len(window) - count >= min(window[-count], 10 - stride)
+        scored += window[-count:]
+    assert scored == tokens[1:]
 
 
 @pytest.mark.parametrize(
@@ -270,6 +346,18 @@ REFUSED = [
     ("mmlu", "--load {hf} --mmlu-dataset /gone", "--mmlu-dataset /gone: no such file"),
     ("finetune", "--load {hf}", "--finetune-hf-dataset is missing"),
     ("prune", "--load {hf} --prune-export-config 3", "--prune-export-config 3: give a JSON"),
+    (
+        "quantize",
+        "--load {hf} --save x --prompts a|b --references c",
+        "--references c: there are 1",
+    ),
+    (
+        "quantize",
+        "--load {hf} --save x --export-quant-cfg int3",
+        "--export-quant-cfg int3: not one of int8_sq",
+    ),
+    ("quantize", "--load {hf} --export-quant-cfg fp8 --device cpu", "--save is required"),
+    ("quantize", "--load {hf} --save x --device cpu", "--export-quant-cfg is required: one of"),
     ("export", "--load {hf}", "--export-dir is missing"),
     ("export", "--load gone --export-dir x", "--load gone: no such folder"),
     ("generate", "--load {hf} --device cpu --draft-length 1", "no layers for multi-token"),

@@ -45,7 +45,7 @@ BUDGETS: dict[str, int] = {
     "inference/server": 30750,
     "legacy": 0,
     "legacy/model": 0,
-    "post_training": 3050,
+    "post_training": 3100,
     "post_training/distillation": 7450,
     "post_training/preference": 2950,
     "post_training/pruning": 3350,

@@ -101,7 +101,8 @@ def start_from_model_folder(namespace: Namespace, world_size: int, *, trains: bo
     defaults = vars(saved_namespace({}))
     of_program = values.get(OF_PROGRAM, ())
     given = {name: values[name] for name in _given(values, defaults) if name in values}
-    own = (*_TOKENIZER, *HEADS)  # a run may add heads to the folder's model
+    # A run may quantize the folder's model, or add heads to it.
+    own = (*_TOKENIZER, *HEADS, "export_quant_cfg", "kitchen_config_file")
     _check_model({n: v for n, v in given.items() if n not in own}, asked, folder)
     chosen: dict[str, Any] = {
         name: value
