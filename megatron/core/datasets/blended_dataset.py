@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +30,27 @@ logger = logging.getLogger(__name__)
 
 _MOST_DATASETS = np.iinfo(np.int16).max  # dataset_index is i16
 _PIECE = 1 << 20
+
+
+class PhasedDataset(torch.utils.data.Dataset[Sample]):
+    """Datasets one after the other; phase i begins at sample ``starts[i]``, with its first sample.
+
+    None stands for the dataset of a phase that is over.  The last phase has no end.
+    """
+
+    def __init__(self, datasets: Sequence[Any], starts: Sequence[int]) -> None:
+        self.datasets = datasets
+        self.starts = starts
+
+    def __len__(self) -> int:
+        return self.starts[-1] + len(self.datasets[-1])
+
+    def __getitem__(self, idx: int | None) -> Sample:
+        phase = len(self.starts) - 1 if idx is None else bisect_right(self.starts, idx) - 1
+        data = self.datasets[phase]
+        assert data is not None, f"sample {idx} of a phase that is over"
+        sample: Sample = data[None if idx is None else idx - self.starts[phase]]
+        return sample
 
 
 class Oversampled(DataError):
@@ -76,7 +99,10 @@ class BlendedDataset(torch.utils.data.Dataset[Sample]):
         self._order: BlendOrder | None = None
         if config.index_free:
             is_counted = all(isinstance(weight, int) for weight in weights)
-            self._order = BlendOrder(weights, int(sum(weights)) if is_counted else None)
+            period = int(sum(weights)) if is_counted else None
+            if config.has_exact_shares and size is not None:
+                period = size
+            self._order = BlendOrder(weights, period)
             return
         self.dataset_index, self.dataset_sample_index = self._load_or_build()
         self._check_supply()

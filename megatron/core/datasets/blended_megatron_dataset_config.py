@@ -46,6 +46,7 @@ class BlendedMegatronDatasetConfig:
     mid_level_dataset_surplus: float = 0.005  # extra share of samples per blended dataset
     verify_data: bool = False  # check .bin against the checksums in .crc
     index_free: bool = False  # compute the order of samples when they are read
+    has_exact_shares: bool = False  # index_free blends have these after all of their samples
     # Data path -> directory of its shards, for text that is tokenized during training (`Corpus`).
     corpora: Mapping[str, str] = field(default_factory=dict)
 

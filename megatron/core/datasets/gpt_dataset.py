@@ -30,6 +30,7 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.corpus import Corpus, CorpusOrder
+from megatron.core.datasets.fill_in_middle import FillInMiddle
 from megatron.core.datasets.index_cache import cached_arrays
 from megatron.core.datasets.index_free import DocumentOrder
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -210,6 +211,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     mask_as_bounds: bool = False  # attention_mask of reset_attention_mask is a PackedBounds
     drop_last_partial_validation_sequence: bool = True
     add_extra_token_to_sequence: bool = True
+    fill_in_middle: FillInMiddle | None = None  # reorders the documents of a sample
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -318,6 +320,8 @@ class GPTDataset(MegatronDataset):
         if num_real and text.view(np.uint64).max() >= self._vocab_size:
             for sequence in sequences.tolist():
                 self._check_ids(sequence, self.dataset.get(sequence).astype(np.int64))
+        if (reorder := self.config.fill_in_middle) is not None:
+            text = reorder.apply(text, self.random_of(idx))
         if num_real < self._num_read:
             text = np.concatenate((text, np.zeros(self._num_read - num_real, np.int64)))
         return text, num_real

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import MAX_THREADS, option
 from megatron.core.registry import Registry
 
@@ -12,6 +13,20 @@ from megatron.core.registry import Registry
 DATASETS = Registry[object]("--dataset-type", {})
 _data = partial(option, group="data and dataloader")
 _sft = partial(option, group="sft")
+
+
+def parse_iterations(words: str | None) -> list[int]:
+    """Return the iterations of a list such as "1000,2000".  Raises ConfigError."""
+    try:
+        found = [int(word) for word in (words or "").replace(",", " ").split()]
+    except ValueError:
+        found = [0]
+    if any(b <= a for a, b in zip([0, *found], found, strict=False)):
+        raise ConfigError(
+            f"--phase-transition-iterations {words}: give iterations above 0 in ascending order, "
+            "such as 1000,2000"
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +83,36 @@ class DataConfig:
         "Verify each MiB of the .bin files against the checksums in PREFIX.crc before its "
         "first read in each process.",
     )
+    phase_transition_iterations: str | None = _data(
+        None,
+        "Iterations, such as 1000,2000, at which the next phase of the training data begins, from "
+        "its first sample on.",
+    )
+    phase_data_args_path: tuple[str, ...] | None = _data(
+        None,
+        "One file for each phase of --phase-transition-iterations, with the arguments of "
+        "--data-path; the first one also gives validation and test data.",
+        nargs="+",
+    )
+    fim_data: bool = _data(
+        False, "Reorder documents so that the model learns to fill in the middle (FIM)."
+    )
+    fim_rate: float = _data(0.5, "Share of documents that FIM reorders.")
+    fim_spm_rate: float = _data(
+        0.5, "Share of reordered documents whose suffix comes before the prefix."
+    )
+    fim_split_sample: str | None = _data(
+        None, "Token that ends a fragment of a document; FIM then reorders fragments."
+    )
+    fim_fragment_rate: float | None = _data(
+        None, "Share of fragments that FIM reorders; --fim-rate if not given."
+    )
+    fim_no_prefix: str | None = _data(
+        None, "Text; FIM leaves documents that begin with it as they are."
+    )
+    fim_prefix_token: str = _data("<fim_prefix>", "Token before the prefix.")
+    fim_middle_token: str = _data("<fim_middle>", "Token before the middle.")
+    fim_suffix_token: str = _data("<fim_suffix>", "Token before the suffix.")
     data_text_key: str = _data(
         "text", "Key or column that holds the text of a document, in text data of --data-path."
     )

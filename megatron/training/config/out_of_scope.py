@@ -122,6 +122,10 @@ enable_experimental | Allow the reference's experimental features. | nothing her
 """,
     "data and dataloader": """
 retriever_seq_length int 256 | Tokens of a retriever's sample. | only retrieval models read it
+fim_pad_token str <fim_pad> | Token that pads reordered samples. | reordered samples keep their
+    length, so nothing pads them
+fim_eod_token str <|endoftext|> | Token that ends a document. | the end-of-document token of the
+    tokenizer ends documents
 sample_rate float 1.0 | Share of the samples that a retriever's training uses. | only retrieval
     models read it
 """,

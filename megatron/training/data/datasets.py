@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.config.rule import problems_of
+from megatron.core.datasets.blended_dataset import PhasedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -23,8 +24,13 @@ from megatron.core.datasets.utils import Blend
 from megatron.core.packed_seq_params import PackedBounds
 from megatron.training.arguments.rules.rule import Settings
 from megatron.training.arguments.rules.training import SCHEDULE_LENGTHS
-from megatron.training.config.data import DATASETS
-from megatron.training.data.loaders import agree_on, get_blend_and_blend_per_split, reads_data
+from megatron.training.config.data import DATASETS, parse_iterations
+from megatron.training.data.loaders import (
+    agree_on,
+    blend_of_phase,
+    get_blend_and_blend_per_split,
+    reads_data,
+)
 from megatron.training.models.kind import ModelImplementation
 from megatron.training.models.registry import implementation_of
 from megatron.training.preprocess.corpus import CorpusSource, sources_of, start
@@ -62,8 +68,11 @@ def build_datasets(run: RunContext, num_samples: Sequence[int | None]) -> tuple[
         _start_tokenizing(run, config)
     reads = reads_data(run)
     cls = kind.datasets[data.mock_data]
-    builder = BlendedMegatronDatasetBuilder(cls, list(num_samples), lambda: reads, config)
-    train, valid, test = builder.build()
+    if data.phase_transition_iterations and cls is GPTDataset:
+        train, valid, test = _build_phases(run, num_samples, config, reads=reads)
+    else:
+        builder = BlendedMegatronDatasetBuilder(cls, list(num_samples), lambda: reads, config)
+        train, valid, test = builder.build()
     if train is None and reads and not run.config.validation.skip_train:
         given = f"--split {config.split}" if config.split else "the data of each split"
         raise DataError(f"{given} leaves nothing to train on: give training data, or --skip-train")
@@ -71,6 +80,35 @@ def build_datasets(run: RunContext, num_samples: Sequence[int | None]) -> tuple[
         row: Any = train[0]
         print(sample_as_text(row, run.tokenizer, in_color=sys.stdout.isatty()), flush=True)
     return train, valid, test
+
+
+def _build_phases(
+    run: RunContext,
+    num_samples: Sequence[int | None],
+    config: BlendedMegatronDatasetConfig,
+    *,
+    reads: bool,
+) -> list[Any]:
+    """Build the training data of each phase that is not over; the other sets are of the first."""
+    data, batch = run.config.data, run.batches.global_batch_size_wanted
+    total, *others = num_samples
+    assert total is not None, "checks require iterations"
+    starts = [0, *(i * batch for i in parse_iterations(data.phase_transition_iterations))]
+    ends = [*starts[1:], max(total, starts[-1] + 1)]
+    paths = data.phase_data_args_path
+    sets: list[Any] = []
+    rest: list[Any] = [None, None]
+    for phase, (first, end) in enumerate(zip(starts, ends, strict=True)):
+        is_over = phase < len(starts) - 1 and end <= run.state.consumed_train_samples
+        sizes = [0 if is_over else end - first, *(others if phase == 0 else (0, 0))]
+        blend = blend_of_phase(paths[phase]) if paths else config.blend
+        settings = replace(config, blend=blend, has_exact_shares=phase < len(starts) - 1)
+        train, *more = BlendedMegatronDatasetBuilder(
+            GPTDataset, sizes, lambda: reads, settings
+        ).build()
+        sets.append(train)
+        rest = more if phase == 0 else rest
+    return [PhasedDataset(sets, starts) if reads else None, *rest]
 
 
 def count_epochs(run: RunContext) -> None:
@@ -131,7 +169,7 @@ def _text_sources(run: RunContext, config: BlendedMegatronDatasetConfig) -> list
     """Return the data paths that are text; only left-to-right pretraining reads such."""
     if implementation_of(run.config).datasets[False] is not GPTDataset:
         return []
-    return sources_of(_paths(config), run.config.data, run.tokenizer)
+    return sources_of(_paths(run, config), run.config.data, run.tokenizer)
 
 
 def _start_tokenizing(run: RunContext, config: BlendedMegatronDatasetConfig) -> None:
@@ -143,9 +181,10 @@ def _start_tokenizing(run: RunContext, config: BlendedMegatronDatasetConfig) -> 
         print_rank_0(f"tokenizing {names} during training into {sources[0].directory}")
 
 
-def _paths(config: BlendedMegatronDatasetConfig) -> list[str]:
-    """Return the data paths of all splits, each once."""
-    blends = [config.blend] if config.blend is not None else config.blend_per_split or []
+def _paths(run: RunContext, config: BlendedMegatronDatasetConfig) -> list[str]:
+    """Return the data paths of all splits and phases, each once."""
+    given = [config.blend] if config.blend is not None else config.blend_per_split or []
+    blends = [*given, *map(blend_of_phase, run.config.data.phase_data_args_path or ())]
     return [*{path: None for blend in blends if blend is not None for path in blend[0]}]
 
 
@@ -176,7 +215,7 @@ def _check_data(
         "--reset-attention-mask": data.reset_attention_mask,
         "--eod-mask-loss": data.eod_mask_loss,
     }
-    for prefix in _paths(config):
+    for prefix in _paths(run, config):
         tokens = kind.datasets[False].build_low_level_dataset(prefix, config)
         if not isinstance(tokens, IndexedDataset):  # it holds text, for the run's tokenizer
             continue

@@ -27,7 +27,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
-from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.datasets.utils import Blend, get_blend_from_list
 from megatron.core.rerun.state_machine import RerunDataIterator
 from megatron.core.text_files import read_text
 from megatron.training.config.data import DataConfig
@@ -61,12 +61,9 @@ def get_blend_and_blend_per_split(data: DataConfig | Namespace) -> tuple[Any, An
     if data.data_path:
         return get_blend_from_list(data.data_path), None
     if data.data_args_path:
-        words = _read(data.data_args_path, "--data-args-path").split()
-        if not words:
-            raise DataError(
-                f"--data-args-path {data.data_args_path} names no data: write prefixes into it"
-            )
-        return get_blend_from_list(words), None
+        return _blend_of_file(data.data_args_path, "--data-args-path"), None
+    if data.phase_data_args_path:
+        return blend_of_phase(data.phase_data_args_path[0]), None
     if data.per_split_data_args_path:
         lists = _lists_per_split(data.per_split_data_args_path)
         return None, [get_blend_from_list(words) for words in lists]
@@ -74,6 +71,19 @@ def get_blend_and_blend_per_split(data: DataConfig | Namespace) -> tuple[Any, An
     if any(paths):
         return None, [get_blend_from_list(path) for path in paths]
     return None, None
+
+
+def blend_of_phase(path: str) -> Blend:
+    """Return the blend of a file of --phase-data-args-path."""
+    return _blend_of_file(path, "--phase-data-args-path")
+
+
+def _blend_of_file(path: str, flag: str) -> Blend:
+    words = _read(path, flag).split()
+    blend = get_blend_from_list(words)
+    if blend is None:
+        raise DataError(f"{flag} {path} names no data: write prefixes into it")
+    return blend
 
 
 def train_valid_test_num_samples(run: RunContext) -> tuple[int | None, int | None, int | None]:

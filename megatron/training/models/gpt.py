@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.config.errors import ConfigError
+from megatron.core.datasets.fill_in_middle import FillInMiddle
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.models.gpt.gpt_layer_specs import (
     LOCAL,
@@ -24,6 +26,7 @@ from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
 from megatron.core.models.mamba import mamba_layer_specs
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
+from megatron.training.config.data import DataConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.models.attention_request import documents_are_bounds
 from megatron.training.models.kind import (
@@ -34,6 +37,7 @@ from megatron.training.models.kind import (
     TensorSpec,
     language_arguments,
 )
+from megatron.training.tokenizer.base import MegatronTokenizer
 
 
 def build_gpt_model(config: RunConfig, *, vp_stage: int | None = None, **stage: Any) -> GPTModel:
@@ -64,8 +68,44 @@ def gpt_layer_spec(config: RunConfig) -> Any:
 
 def gpt_dataset_config(config: RunConfig, **common: Any) -> GPTDatasetConfig:
     """Return the GPT dataset config; ``common`` holds the arguments shared by all model kinds."""
-    settings = text_arguments(config)
-    return GPTDatasetConfig(index_free=config.data.index_free, **settings, **common)
+    return GPTDatasetConfig(
+        index_free=config.data.index_free,
+        fill_in_middle=_fill_in_middle(config.data, common["tokenizer"]),
+        **text_arguments(config),
+        **common,
+    )
+
+
+def _fill_in_middle(data: DataConfig, tokenizer: MegatronTokenizer) -> FillInMiddle | None:
+    """Return the settings of --fim-data.  Raises ConfigError for a token that does not exist."""
+    if not data.fim_data:
+        return None
+    missing = []
+
+    def id_of(flag: str, token: str) -> int:
+        if token not in tokenizer.vocab:
+            missing.append(f"{flag} {token}")
+        return tokenizer.vocab.get(token, -1)
+
+    rate = data.fim_fragment_rate
+    start, split = data.fim_no_prefix, data.fim_split_sample
+    settings = FillInMiddle(
+        data.fim_rate,
+        data.fim_spm_rate,
+        prefix=id_of("--fim-prefix-token", data.fim_prefix_token),
+        middle=id_of("--fim-middle-token", data.fim_middle_token),
+        suffix=id_of("--fim-suffix-token", data.fim_suffix_token),
+        eod=tokenizer.eod,
+        split=None if split is None else id_of("--fim-split-sample", split),
+        fragment_rate=data.fim_rate if rate is None else rate,
+        no_prefix=tuple(tokenizer.tokenize_plain(start)) if start else (),
+    )
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)}: the vocabulary of {tokenizer.name} has no such token; name "
+            "tokens that it has, or add them to the tokenizer's files"
+        )
+    return settings
 
 
 def text_arguments(config: RunConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets import blended_megatron_dataset_config
-from megatron.core.datasets.blended_dataset import BlendedDataset, Oversampled
+from megatron.core.datasets.blended_dataset import BlendedDataset, Oversampled, PhasedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
     BlendedMegatronDatasetConfig,
@@ -383,3 +383,39 @@ class TestRanks:
         assert results[0] == results[1]
         for first in Path(caches[0]).iterdir():
             assert first.read_bytes() == (Path(caches[1]) / first.name).read_bytes()
+
+
+class TestPhases:
+    def test_each_phase_begins_with_its_first_sample(self, prefixes: list[str]) -> None:
+        parts = [
+            build([size, 0, 0], blend=(prefixes[:2], weights))[0]
+            for size, weights in ((30, [0.9, 0.1]), (50, [0.2, 0.8]))
+        ]
+        phased = PhasedDataset(parts, [0, 30])
+        assert len(phased) == 30 + len(parts[1])
+        for i in range(len(phased)):
+            wanted = parts[0][i] if i < 30 else parts[1][i - 30]
+            assert phased[i]["tokens"].tolist() == wanted["tokens"].tolist()
+        assert not phased[None]["loss_mask"].any()
+
+    def test_a_phase_that_is_over_is_not_needed(self, prefixes: list[str]) -> None:
+        (last,) = build([50, 0, 0], blend=(prefixes[:2], [1.0, 1.0]))[:1]
+        phased = PhasedDataset([None, last], [0, 30])
+        assert phased[30]["tokens"].tolist() == last[0]["tokens"].tolist()
+        with pytest.raises(AssertionError, match="of a phase that is over"):
+            phased[29]
+
+    @pytest.mark.parametrize("index_free", [False, True])
+    def test_counts_of_a_phase_are_its_weights_to_one_sample(
+        self, prefixes: list[str], index_free: bool
+    ) -> None:
+        weights = [0.61, 0.3, 0.09]
+        blend = build(
+            [333, 0, 0],
+            blend=(prefixes, weights),
+            index_free=index_free,
+            has_exact_shares=True,
+        )[0]
+        counts = Counter(blend[i]["dataset_id"] for i in range(len(blend)))
+        for source, weight in enumerate(weights):
+            assert abs(counts[source] - weight * len(blend)) <= 1

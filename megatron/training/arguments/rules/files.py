@@ -6,6 +6,7 @@ from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.training.arguments.rules.rule import Settings, named, refusal
 from megatron.training.arguments.value_rules import out_of_range
+from megatron.training.config.data import parse_iterations
 from megatron.training.config.run import GRPO
 
 _SIZES = "--num-layers --hidden-size --num-attention-heads --seq-length --micro-batch-size".split()
@@ -53,12 +54,37 @@ def _find_data_sources(c: Settings) -> list[str]:
     """Return the flags that set the training data; those of the splits are one source."""
     splits = "--train-data-path", "--valid-data-path", "--test-data-path"
     before = "--mock-data", "--dataset-type", "--data-path", "--data-args-path"
-    groups = (*((flag,) for flag in before), splits, ("--per-split-data-args-path",))
+    after = "--per-split-data-args-path", "--phase-data-args-path"
+    groups = (*((flag,) for flag in before), splits, *((flag,) for flag in after))
     found = (" ".join(flag for flag in flags if c.value(flag)) for flags in groups)
     return [flags for flags in found if flags]
 
 
+def _find_unequal_phases(c: Settings) -> str | None:
+    """Return the number of phases and of their files, if they differ."""
+    count = len(parse_iterations(c.phase_transition_iterations)) + 1
+    files = c.phase_data_args_path
+    return f"{count} phases and {len(files)} files" if files and len(files) != count else None
+
+
+_PHASES = first_of(
+    {
+        "{found}": lambda c: refusal(parse_iterations, c.phase_transition_iterations),
+        "--phase-data-args-path needs --phase-transition-iterations, where its phases begin": None,
+        "--phase-transition-iterations with --phase-data-args-path: {found}; give one file for "
+        "each phase, one more than there are transitions": _find_unequal_phases,
+        "--phase-transition-iterations needs one global batch size and a number of iterations: "
+        "leave {found} out": given("--rampup-batch-size --train-samples --epochs"),
+    },
+)
+
 _DATA = rules(
+    where(lambda c: c.phase_transition_iterations or c.phase_data_args_path, _PHASES),
+    {
+        "{found}: use a share from 0 to 1": given(
+            "--fim-rate --fim-spm-rate --fim-fragment-rate", lambda share: not 0 <= share <= 1
+        ),
+    },
     {
         "{found} each set the training data: keep one": lambda c: (
             len(sources := _find_data_sources(c)) > 1 and " and ".join(sources)

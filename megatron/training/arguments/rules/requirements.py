@@ -89,6 +89,9 @@ _FLAGS_NEEDED = parse_table(
     HuggingFaceTokenizer | vocab_extra_ids
 --tokenizer-type TikTokenizer | tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens
 --dataloader-type external | dataloader_save
+--fim-data | fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix
+    fim_prefix_token fim_middle_token fim_suffix_token
+--fim-split-sample | fim_fragment_rate
 --tokenizer-type MultimodalTokenizer | tokenizer_prompt_format special_tokens image_tag_type
     force_system_message
 --save | save_interval ckpt_max_failed_saves async_save no_save_optim no_save_rng
@@ -153,7 +156,8 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
         _optimizer_of_vectors(c) not in ("adam", "sgd")
     ),
     f"--optimizer muon | {' '.join(_MUON)}": lambda c: "muon" in c.optimizer,
-    "pretraining of a left-to-right language model on data files | index_free": lambda c: (
+    "pretraining of a left-to-right language model on data files | index_free "
+    "phase_transition_iterations phase_data_args_path fim_data": lambda c: (
         c.objective == PRETRAINING
         and not (c.mock_data or c.dataset_type)
         and not (c.kind.masks_tokens or c.kind.reads_images or c.kind.classifies_images)
