@@ -115,12 +115,14 @@ class BlendedDataset(torch.utils.data.Dataset[Sample]):
     def __getitem__(self, idx: int | None) -> Sample:
         if idx is None:
             return {"dataset_id": 0, **self.datasets[0][None]}
+        dataset_id, number = self.locate(idx)
+        return {"dataset_id": dataset_id, **self.datasets[dataset_id][number]}
+
+    def locate(self, idx: int) -> tuple[int, int]:
+        """Return the number of the dataset of sample ``idx``, and of the sample in it."""
         if self._order is not None:
-            dataset_id, number = self._order[idx]
-        else:
-            dataset_id, number = int(self.dataset_index[idx]), int(self.dataset_sample_index[idx])
-        sample = self.datasets[dataset_id][number]
-        return {"dataset_id": dataset_id, **sample}
+            return self._order[idx]
+        return int(self.dataset_index[idx]), int(self.dataset_sample_index[idx])
 
     def _check_supply(self) -> None:
         taken = np.zeros(len(self.datasets), np.int64)

@@ -32,7 +32,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.corpus import Corpus, CorpusOrder
 from megatron.core.datasets.fill_in_middle import FillInMiddle
 from megatron.core.datasets.index_cache import cached_arrays
-from megatron.core.datasets.index_free import DocumentOrder
+from megatron.core.datasets.index_free import DocumentOrder, Piece
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import (
     LowLevelDataset,
@@ -335,8 +335,7 @@ class GPTDataset(MegatronDataset):
         filled = 0
         documents: list[int] = []
         try:
-            pieces = self._indexed_pieces(idx) if self._order is None else self._order.pieces(idx)
-            for document, offset, length in pieces:
+            for document, offset, length in self.pieces(idx):
                 piece = self.dataset.get(document, offset, length)
                 text[filled : filled + len(piece)] = piece
                 filled += len(piece)
@@ -350,8 +349,11 @@ class GPTDataset(MegatronDataset):
             ) from error
         return text[:filled], np.array(documents)
 
-    def _indexed_pieces(self, idx: int) -> Iterator[tuple[int, int, int | None]]:
-        """Yield sequence, first token and number of tokens (None: the rest) of each part."""
+    def pieces(self, idx: int) -> Iterator[Piece]:
+        """Yield sequence, first token and number of tokens of each part of sample ``idx``."""
+        return self._indexed_pieces(idx) if self._order is None else self._order.pieces(idx)
+
+    def _indexed_pieces(self, idx: int) -> Iterator[Piece]:
         sample = int(self.shuffle_index[idx])
         bounds = self.sample_index[sample : sample + 2].tolist()
         (first, offset), (last, last_offset) = bounds
@@ -359,7 +361,7 @@ class GPTDataset(MegatronDataset):
             raise IndexError(f"a sample at token {offset}")
         documents = self.document_index[first : last + 1].tolist()
         for document in documents[:-1]:
-            yield document, offset, None
+            yield document, offset, int(self.dataset.sequence_lengths[document]) - offset
             offset = 0
         stop = last_offset + int(self.config.add_extra_token_to_sequence)
         yield documents[-1], offset, stop - offset
