@@ -40,6 +40,7 @@ from megatron.core.datasets.megatron_dataset import (
     Sample,
     SyntheticDataset,
 )
+from megatron.core.datasets.packing import PackedDocuments
 from megatron.core.datasets.utils import Split
 from megatron.core.packed_seq_params import PackedBounds
 from megatron.core.progress import Progress
@@ -211,6 +212,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     mask_as_bounds: bool = False  # attention_mask of reset_attention_mask is a PackedBounds
     drop_last_partial_validation_sequence: bool = True
     add_extra_token_to_sequence: bool = True
+    pack_documents: bool = False  # samples hold complete documents and padding
     fill_in_middle: FillInMiddle | None = None  # reorders the documents of a sample
 
     def __post_init__(self) -> None:
@@ -256,9 +258,12 @@ class GPTDataset(MegatronDataset):
         self._pad: int | None = int(pad) if is_own else None  # its labels get no loss
         self._masks: Sample = {}  # of every sample, if end-of-document tokens have no effect
         self._num_read = config.sequence_length + int(config.add_extra_token_to_sequence)
-        self._order: DocumentOrder | CorpusOrder | None = None
+        self._order: DocumentOrder | CorpusOrder | PackedDocuments | None = None
         if config.index_free and isinstance(indexed_dataset, IndexedDataset | Corpus):
             self._order = self._index_free_order(indexed_dataset)
+            return
+        if config.pack_documents and isinstance(indexed_dataset, IndexedDataset):
+            self._order = self._packed_documents(indexed_dataset)
             return
         indices = self._build_document_sample_shuffle_indices()
         self.document_index, self.sample_index, self.shuffle_index = indices
@@ -379,12 +384,32 @@ class GPTDataset(MegatronDataset):
             "seed": self.config.random_seed,
             "keeps_rest": not self._drops_last,
         }
+        if self.config.pack_documents:
+            raise ConfigError(
+                "--pack-documents needs the lengths of all documents, which --index-free and text "
+                "in --data-path do without: use files of tools/preprocess_data.py and no "
+                "--index-free"
+            )
         if isinstance(source, Corpus):  # whose indices are a share of each shard
             return CorpusOrder(source, tuple(self.indices), settings)
         order = DocumentOrder(source, int(self.indices[0]), int(self.indices[-1]) + 1, **settings)
         if not order.samples_per_epoch:
             raise _too_few_tokens(self._source, order.tokens_per_epoch, self.config.sequence_length)
         return order
+
+    def _packed_documents(self, source: IndexedDataset) -> PackedDocuments:
+        with Progress(f"packing {self._source}"):
+            packed = PackedDocuments(
+                source,
+                int(self.indices[0]),
+                int(self.indices[-1]) + 1,
+                capacity=self._num_read,
+                seed=self.config.random_seed,
+            )
+            if not packed.samples_per_epoch:
+                raise _too_few_tokens(self._source, 0, self.config.sequence_length)
+        logger.info("%s: %.2f %% of the positions hold tokens", self._source, 100 * packed.fill)
+        return packed
 
     @property
     def _source(self) -> str:

@@ -83,6 +83,11 @@ class DataConfig:
         "Verify each MiB of the .bin files against the checksums in PREFIX.crc before its "
         "first read in each process.",
     )
+    pack_documents: bool = _data(
+        False,
+        "Fill samples with complete documents, first fit decreasing, and padding without loss, "
+        "instead of cutting documents where samples end. Longer documents are cut at --seq-length.",
+    )
     phase_transition_iterations: str | None = _data(
         None,
         "Iterations, such as 1000,2000, at which the next phase of the training data begins, from "

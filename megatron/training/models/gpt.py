@@ -70,6 +70,7 @@ def gpt_dataset_config(config: RunConfig, **common: Any) -> GPTDatasetConfig:
     """Return the GPT dataset config; ``common`` holds the arguments shared by all model kinds."""
     return GPTDatasetConfig(
         index_free=config.data.index_free,
+        pack_documents=config.data.pack_documents,
         fill_in_middle=_fill_in_middle(config.data, common["tokenizer"]),
         **text_arguments(config),
         **common,

@@ -451,3 +451,41 @@ class TestMock:
         builder = BlendedMegatronDatasetBuilder(MockGPTDataset, [5, None, 7], lambda: True, made_up)
         train, valid, test = builder.build()
         assert (len(train), len(valid), test) == (5, 128, None)
+
+
+class TestPackedDocuments:
+    def test_a_sample_holds_complete_documents_and_padding_without_loss(
+        self, tmp_path: Path
+    ) -> None:
+        lengths = [3, 9, 5, 1, 20, 4, 7, 2, 6]  # 20 tokens become pieces of 9, 9 and 2
+        documents = numbered(lengths)
+        packed = dataset(write(tmp_path / "data", documents), pack_documents=True)
+        whole = [tuple(d) for d in documents if len(d) <= 9]
+        long = documents[4]
+        pieces = [*whole, tuple(long[:9]), tuple(long[9:18]), tuple(long[18:])]
+        for epoch in range(2):
+            seen = []
+            for i in range(len(packed)):
+                sample = packed[epoch * len(packed) + i]
+                tokens = [*sample["tokens"].tolist(), int(sample["labels"][-1])]
+                parts = [(s, o, n) for s, o, n in packed.pieces(epoch * len(packed) + i)]
+                num_real = sum(n for *_, n in parts)
+                assert not any(tokens[num_real:])
+                assert int(sample["loss_mask"].sum()) == num_real - 1
+                for _, _, count in parts:
+                    seen.append(tuple(tokens[:count]))
+                    tokens = tokens[count:]
+            assert sorted(seen) == sorted(pieces)
+
+    def test_at_most_one_percent_is_padding(self, tmp_path: Path) -> None:
+        random = np.random.default_rng(0)
+        lengths = np.minimum(random.lognormal(5.5, 1.2, 3000), 20_000).astype(int) + 1
+        documents = [np.ones(n, np.uint16) for n in lengths]
+        prefix = write(tmp_path / "data", documents)
+        packed = dataset(prefix, pack_documents=True, sequence_length=2048)
+        assert sum(lengths) / (len(packed) * 2049) > 0.99
+
+    def test_a_growing_order_is_refused(self, tmp_path: Path) -> None:
+        prefix = write(tmp_path / "data", numbered([9] * 5))
+        with pytest.raises(ConfigError, match="--pack-documents needs the lengths of all"):
+            dataset(prefix, pack_documents=True, index_free=True)

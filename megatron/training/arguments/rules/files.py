@@ -81,6 +81,8 @@ _PHASES = first_of(
 _DATA = rules(
     where(lambda c: c.phase_transition_iterations or c.phase_data_args_path, _PHASES),
     {
+        "--pack-documents needs the lengths of all documents, which --index-free does not read: "
+        "keep one of them": lambda c: c.pack_documents and c.index_free,
         "{found}: use a share from 0 to 1": given(
             "--fim-rate --fim-spm-rate --fim-fragment-rate", lambda share: not 0 <= share <= 1
         ),

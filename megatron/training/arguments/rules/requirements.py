@@ -157,7 +157,7 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
     ),
     f"--optimizer muon | {' '.join(_MUON)}": lambda c: "muon" in c.optimizer,
     "pretraining of a left-to-right language model on data files | index_free "
-    "phase_transition_iterations phase_data_args_path fim_data": lambda c: (
+    "phase_transition_iterations phase_data_args_path fim_data pack_documents": lambda c: (
         c.objective == PRETRAINING
         and not (c.mock_data or c.dataset_type)
         and not (c.kind.masks_tokens or c.kind.reads_images or c.kind.classifies_images)
