@@ -29,7 +29,13 @@ from megatron.training.config.run import RunConfig
 from megatron.training.estimates.theoretical_memory import weight_and_optimizer_bytes
 from megatron.training.models.attention_request import attention_request, encoder_attention_request
 from megatron.training.models.registry import layers_of, model_kind_of
-from megatron.training.process.rank_print import is_rank0, is_short, print_detail, print_rank_0
+from megatron.training.process.rank_print import (
+    is_rank0,
+    is_short,
+    print_detail,
+    print_flags,
+    print_rank_0,
+)
 from megatron.training.runtime.context import RunContext
 
 _NAME_WIDTH = 48
@@ -101,7 +107,7 @@ def print_summary(run: RunContext) -> None:
         f"{run.padded_vocab_size:,}, sequences of {data.seq_length:,} tokens",
         "steps": f"{run.train_iters:,} of {training.global_batch_size:,} sequences",
         "kernels": kernel_backend(model.params_dtype),
-        "given": _shown(_given(config.asked)),
+        "flags": _shown(_given(config.asked)),
     }
     for name, text in rows.items():
         words = TextWrapper(_WIDTH, f"{name:9}", " " * 9)
@@ -125,7 +131,7 @@ def print_config_file(args: Namespace) -> None:
     given: Mapping[str, bool] = values.get(GIVEN, {})
     words = _given({name: values[name] for name, is_flag in given.items() if not is_flag})
     if words:
-        print_rank_0(f"> {values['yaml_cfg']}: {' '.join(words)}")
+        print_flags(values["yaml_cfg"], words)
 
 
 def _given(asked: Mapping[str, object]) -> list[str]:

@@ -31,13 +31,13 @@ def test_a_short_log_fits_on_a_screen(tmp_path: Path) -> None:
     lines = said.splitlines()
     assert len(lines) < 30
     assert lines[0].startswith("model    gpt, ")
-    given = " ".join(said[said.index("given") : said.index("all arguments")].split())
+    given = " ".join(said[said.index("\nflags ") : said.index("all arguments")].split())
     assert flags.removesuffix(save).split()[0] in given
     assert "--log-interval 2" in given
     assert "--start-weight-decay" not in given, "it is derived"
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split(" | ")[0] for line in steps] == ["step 2/4", "step 4/4"]
-    assert all(re.search(r"lm loss \d+\.\d{4} .*learning rate", line) for line in steps)
+    assert all(re.search(r"lm loss \d+\.\d{4} .*grad norm \S+ \| lr \S+", line) for line in steps)
     assert re.search(r"^validation at step 2 \| lm loss \S+ \| lm loss PPL", said, re.MULTILINE)
     arguments = (tmp_path / "ckpt" / "arguments.txt").read_text()
     assert "  log_interval .................................... 2\n" in arguments

@@ -67,6 +67,7 @@ extensions
 
 
 _CONTAINERS = (typing.Union, types.UnionType, tuple, Sequence)
+_WIDEST = 60
 _METAVAR: dict[object, str] = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -74,7 +75,8 @@ def _metavar(kind: object, opt: Option) -> str:
     if opt.choices is None:
         return _METAVAR.get(kind, "VALUE")
     names = [c.name if isinstance(c, enum.Enum) else str(c) for c in opt.choices if c is not None]
-    return "{" + ",".join(names) + "}"
+    text = "{" + ",".join(names) + "}"
+    return text if len(text) <= _WIDEST else "NAME"  # the help text has them
 
 
 def groups_of(parser: argparse.ArgumentParser) -> dict[str, argparse._ArgumentGroup]:
@@ -138,6 +140,8 @@ def _spellings(
             spelling["nargs"] = opt.nargs
             spelling["choices"] = opt.choices
             spelling["metavar"] = _metavar(spelling["type"], opt)
+            if spelling["metavar"] == "NAME":
+                spelling["help"] += f" One of {', '.join(map(str, opt.choices or ()))}."
         found.append((f, opt, spelling))
     return found
 

@@ -74,9 +74,9 @@ class ShortSink(Sink):
         interval = record.interval or {}
         losses = {k: v for k, v in interval.items() if k not in FORMATS} or record.losses
         fields += [f"{name} {value:.4f}" for name, value in losses.items()]
-        for name in ("grad norm", "learning rate"):
+        for name, label in (("grad norm", "grad norm"), ("learning rate", "lr")):
             if name in interval:
-                fields.append(f"{name} {interval[name]:.4g}")
+                fields.append(f"{label} {interval[name]:#.4g}")
         if steps > 0:
             rate = (record.consumed_samples - samples) * self._tokens_per_sample / elapsed_s
             rest_s = elapsed_s / steps * (record.train_iters - record.iteration)

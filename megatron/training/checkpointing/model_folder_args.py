@@ -33,7 +33,7 @@ from megatron.training.checkpointing.paths import check_common, find, is_same_di
 from megatron.training.config.adapters import HEADS
 from megatron.training.config.preference import reads_conversations
 from megatron.training.config.run import data_parallel_size
-from megatron.training.process.rank_print import print_rank_0
+from megatron.training.process.rank_print import print_flags
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec, create_tokenizer
 
 _HUB = "hf://"
@@ -169,7 +169,7 @@ def _set(values: dict[str, Any], chosen: Arguments, given: Arguments, what: str)
         elif not isinstance(value, bool):
             words.append(str(value))
     if words:
-        print_rank_0(f"> {what}: {' '.join(words)}")
+        print_flags(what, words)
 
 
 def _set_tokenizer(

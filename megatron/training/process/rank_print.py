@@ -10,7 +10,9 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from textwrap import TextWrapper
 from typing import Any, TextIO
 
 import torch.distributed as dist
@@ -70,6 +72,16 @@ def print_rank_0(message: object, rank: int | None = None) -> None:
     """Print ``message`` on rank 0; ``rank``: the number of this rank, if the caller knows it."""
     if is_rank0() if rank is None else rank == 0:
         print(f"{CLEAR if _is_short and sys.stdout.isatty() else ''}{message}", flush=True)
+
+
+def print_flags(title: str, words: Sequence[str]) -> None:
+    """Print flags and values on rank 0; on a terminal, lines break between words."""
+    text = f"> {title}: {' '.join(words)}"
+    if sys.stdout.isatty():
+        lines = TextWrapper(shutil.get_terminal_size().columns, subsequent_indent="    ")
+        lines.break_on_hyphens = lines.break_long_words = False  # to copy flags from it
+        text = lines.fill(text)
+    print_rank_0(text)
 
 
 def print_detail(message: object) -> None:

@@ -126,10 +126,15 @@ def flags_in(text: str) -> set[str]:
     return set(re.findall(r"^  (--[\w-]+)", text, re.MULTILINE))
 
 
-def test_help_begins_with_a_first_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_begins_with_a_first_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     text = told(capsys)
     assert flags_in(text) == {*FIRST_RUN} - {"--config"} | {"--yaml-cfg"}  # of one flag
     assert len(text.splitlines()) < 100
+    assert max(map(len, text.splitlines())) <= 100
+    assert "One of BertWordPieceLowerCase" in " ".join(text.split())
     (example,) = re.findall(r"example.*?\n\n", text, re.DOTALL)
     words = shlex.split(example.replace("\\\n", " "))
     args = parse_args(argv=words[words.index("--mock-data") :])

@@ -10,6 +10,7 @@ import torch
 from megatron.core import device
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions import kernels
+from megatron.training.process.rank_print import print_flags
 from megatron.training.startup_log import (
     print_arguments,
     print_attention_backends,
@@ -43,6 +44,23 @@ def test_only_rank_0_prints_the_arguments(
     monkeypatch.setenv("RANK", "0")
     print_arguments({"a": 1})
     assert "  a ............................................... 1\n" in capsys.readouterr().out
+
+
+def test_flags_break_between_words_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "24")
+    words = "--qk-layernorm --lr 1e-05 --train-iters 30".split()
+    print_flags("of tiny", words)
+    assert capsys.readouterr().out == f"> of tiny: {' '.join(words)}\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    print_flags("of tiny", words)
+    assert capsys.readouterr().out.splitlines() == [
+        "> of tiny:",
+        "    --qk-layernorm --lr",
+        "    1e-05 --train-iters",
+        "    30",
+    ]
 
 
 def test_a_moment_is_printed_with_its_label(capsys: pytest.CaptureFixture[str]) -> None:
