@@ -20,7 +20,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.key_names import is_vocabulary
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
+from megatron.core.dist_checkpointing.validation import INSIDE_QUANTIZER
 from megatron.training.conversion.families import FAMILIES, PARTS
 from megatron.training.conversion.family import Config, Family, Field, Values
 from megatron.training.conversion.lazy import (
@@ -248,7 +248,7 @@ def export_model(
     Raises CheckpointError unless ``tensors`` are those of ``shape``.
     """
     sizes = tensors_of(shape)
-    tensors = {name: t for name, t in tensors.items() if not name.endswith(AMAX_HISTORY)}
+    tensors = {name: t for name, t in tensors.items() if INSIDE_QUANTIZER not in name}
     if sizes.keys() != tensors.keys():
         names = sorted(sizes.keys() ^ tensors.keys())
         raise CheckpointError(
