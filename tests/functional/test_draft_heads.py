@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from megatron.core.config.errors import CheckpointError
 from megatron.core.inference.paged_engine.options import DraftKind, EngineOptions
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.generation import open_writer
+from megatron.training.conversion.convert import ConversionRequest, convert
 from tests.support import tolerances
 from tests.support.ranks import run_ranks
 from tests.support.runs import TINY, run_gpt, run_gpt_in_virtual_ranks
@@ -103,3 +106,61 @@ def test_layouts_train_alike_and_go_on_in_each_other(tmp_path: Path, model: str,
     rest = run_gpt(tmp_path / "rest", *flags, "--load", own)
     found = [*losses(first)[:2], *losses(rest)]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(alone), **tolerances.LAYOUT_LOSS)
+
+
+@pytest.mark.feature("Draft heads: folders that vLLM and SGLang read, both ways")
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_a_folder_of_heads_is_written_beside_the_model_and_read_again(
+    tmp_path: Path, model: str, kind: str
+) -> None:
+    own = str(tmp_path / "heads")
+    flags = [*LLAMA, *HEADS[kind], "--load", model, "--finetune", "--train-iters", "2"]
+    run_gpt(tmp_path / "run", *flags, "--save", own, "--save-interval", "2")
+    said: list[str] = []
+    folder = convert(_request(own, tmp_path / "hf", format="hf"), said.append)
+    assert any("agree" in line for line in said), "the model is as without heads"
+    found = load_file(folder / "draft/model.safetensors")
+    config = json.loads((folder / "draft/config.json").read_text())
+    (saved,) = Path(own).glob("iter_*/*.safetensors")
+    ours = {name: t for name, t in load_file(saved).items() if name.startswith("draft.")}
+    if kind == "medusa":
+        assert config["architectures"] == ["MedusaModel"]
+        assert torch.equal(found["blocks.1.layers.0.bias"], ours["draft.heads.1.linear.bias"])
+        assert torch.equal(found["lm_heads.0.weight"], ours["draft.heads.0.output_layer.weight"])
+    else:
+        assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+        drafted = torch.arange(64) + found["d2t"]
+        assert torch.equal(drafted, found["t2d"].nonzero().flatten())
+        heads = ours["draft.self_attention.linear_qkv.weight"].unflatten(0, (4, 3, -1))
+        for part, name in enumerate("qkv"):
+            theirs = found[f"midlayer.self_attn.{name}_proj.weight"]
+            assert torch.equal(theirs, heads[:, part].flatten(0, 1))
+    target = tmp_path / "again"
+    convert(_request(str(folder / "draft"), target, base=Path(model)), said.append)
+    (again,) = target.glob("*/*.safetensors")
+    assert ours.keys() == load_file(again).keys()
+    assert all(torch.equal(t, ours[name]) for name, t in load_file(again).items())
+    whole = tmp_path / "whole"
+    convert(_request(own, whole), said.append)
+    texts = [run_ranks(tokens, 1, str(load), "heads", 2)[0] for load in (own, target, whole)]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def _request(source: str, target: Path, **more: Any) -> ConversionRequest:
+    return ConversionRequest(
+        source=Path(source), target=target, **{"format": "safetensors_dist"} | more
+    )
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_folders_of_other_heads_are_refused(tmp_path: Path, model: str, kind: str) -> None:
+    folder = tmp_path / kind
+    folder.mkdir()
+    name = {"medusa": "MedusaModel", "eagle3": "LlamaForCausalLMEagle3"}[kind]
+    config = {"architectures": [name], "hidden_size": 48, "num_heads": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"fc.weight": torch.zeros(1)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="give the checkpoint of their model with --base"):
+        convert(_request(str(folder), tmp_path / "to"))
+    with pytest.raises(CheckpointError, match="hidden_size 48, heads of this model need 32"):
+        convert(_request(str(folder), tmp_path / "to", base=Path(model)))

@@ -6,7 +6,8 @@
     python tools/checkpoint/convert.py --from ADAPTERS --to DIR --format peft|hf|safetensors_dist
     python tools/checkpoint/convert.py --from PEFT_DIR --base DIR --to ADAPTERS
 
-A checkpoint of adapters (LoRA) is merged into its base, except by --format peft.
+A checkpoint of adapters (LoRA) is merged into its base, except by --format peft.  Draft heads are
+written with their base, by --format hf into its folder draft; --from and --base read such a folder.
 
 Megatron-LM's command line is accepted too: --model-type GPT --loader core|llama_mistral --saver
 core --load-dir DIR --save-dir DIR --target-tensor-parallel-size N ...  No GPU is used.  Memory
@@ -78,7 +79,7 @@ def get_parser() -> argparse.ArgumentParser:
     add("--quant-format", choices=FORMS, default=FORMS[0], help="files of --quant")
     add("--report-text", type=Path, help="text file for the perplexity before and after --quant")
     add("--family", help="Hugging Face model_type to write; default: the one that fits")
-    add("--base", help="model of the adapters; default: where their checkpoint says")
+    add("--base", help="model of the adapters or draft heads; default: where their checkpoint says")
     add("--dtype", choices=tuple(DTYPES), help="of the weights written; default: as they are")
     add("--bf16", action="store_const", const="bfloat16", dest="dtype", help="--dtype bfloat16")
     add("--fp16", action="store_const", const="float16", dest="dtype", help="--dtype float16")

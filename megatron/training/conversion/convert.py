@@ -39,7 +39,7 @@ from megatron.training.checkpointing.base_model import (
 from megatron.training.checkpointing.paths import find, resolve_folder
 from megatron.training.checkpointing.save import CHECKPOINT_VERSION
 from megatron.training.config.run import RunConfig
-from megatron.training.conversion import hf, hf_folder, peft
+from megatron.training.conversion import draft_heads, hf, hf_folder, peft
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hf import as_classifier, without_heads
 from megatron.training.conversion.lazy import counted, made_ahead
@@ -129,8 +129,8 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
 
     ``say`` receives progress messages.  Raises CheckpointError.
     """
-    if (wanted.source / CONFIG).exists():
-        return _from_peft(wanted, say)
+    if (wanted.source / CONFIG).exists() or draft_heads.is_folder_of_heads(wanted.source):
+        return _onto_base(wanted, say)
     is_theirs = (wanted.source / hf_folder.CONFIG).exists()
     if not is_theirs and find(str(wanted.source), wanted.step) is None:
         raise CheckpointError(
@@ -150,7 +150,8 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
     if wanted.format == PEFT:
         return _to_peft(source, wanted, say)
     if base_named_in(source.args) is not None:
-        source = _merged(source, wanted, say)
+        add = _with_heads if draft_heads.has_heads(source.args) else _merged
+        source = add(source, wanted, say)
     if wanted.is_release:
         source = source.only(source.weights)
     if wanted.rename is not None:
@@ -179,9 +180,9 @@ def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
 
 
 def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
-    weights = source.weights
+    weights, heads = draft_heads.split(source.weights)
     saved = source.args.get("export_quant_cfg")
-    run = run_config({**source.args, "export_quant_cfg": None})
+    run = run_config({**draft_heads.as_model(source.args), "export_quant_cfg": None})
     vocab_size = 1 if model_kind_of(run).classifies_images else vocab_size_of(source, wanted)
     quant = quantization_of(wanted.quant, wanted.quant_form, weights, saved)
     weights = {name: tensor for name, tensor in weights.items() if BUFFER not in name}
@@ -198,6 +199,10 @@ def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
         )
         if source.beside is not None:
             hf_folder.copy_beside(source.beside, folder)
+        if heads:
+            config = hf_folder.read_config(folder)
+            draft_heads.write(folder / draft_heads.FOLDER, heads, run.model, config)
+            say(f"wrote the draft heads to {wanted.target / draft_heads.FOLDER}")
         if wanted.verify and quant is None:
             say(compare_logits(folder, run, weights, vocab_size))
         elif wanted.verify:
@@ -269,9 +274,11 @@ def _with_base(source: Source, wanted: ConversionRequest) -> Source:
     base = read_source(ConversionRequest(source=Path(folder), target=wanted.target, format=HF))
     if source.args.get("reward_model"):
         base = replace(base, tensors=without_heads(base.tensors))
-    source = source.only({**base.weights, **source.weights})
+    own = source.weights  # the base may have layers of MTP that were trained further
+    source = source.only({**base.weights, **own})
     source = replace(source, beside=source.beside or base.beside)
-    check_base(named, BaseModel(folder, _hash_of(base, wanted)), wanted.source)
+    others = {name: t for name, t in base.weights.items() if name not in own}
+    check_base(named, BaseModel(folder, _hash_of(base.only(others), wanted)), wanted.source)
     return source
 
 
@@ -292,6 +299,15 @@ def _merged(source: Source, wanted: ConversionRequest, say: Say) -> Source:
     return replace(source, tensors=tensors, args=args)
 
 
+def _with_heads(source: Source, wanted: ConversionRequest, say: Say) -> Source:
+    """Return the complete model: the base with its draft heads or layers of MTP."""
+    source = _with_base(source, wanted)
+    say(f"{wanted.source} holds draft heads: they are written with their model")
+    args = {name: value for name, value in source.args.items() if not name.startswith("lora_base")}
+    is_apart = any(draft_heads.split(source.tensors)[1])
+    return replace(source, args=args if is_apart else draft_heads.as_model(args))
+
+
 def _to_peft(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     source = _with_base(source, wanted)
     family, shape = _family_of(source, wanted)
@@ -303,23 +319,27 @@ def _to_peft(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     return wanted.target
 
 
-def _from_peft(wanted: ConversionRequest, say: Say) -> Path:
-    """Convert a folder of PEFT to a checkpoint of adapters of ``wanted.base``."""
+def _onto_base(wanted: ConversionRequest, say: Say) -> Path:
+    """Convert a folder of PEFT or of draft heads to a checkpoint of them for ``wanted.base``."""
+    is_peft = (wanted.source / CONFIG).exists()
+    what = "adapters of PEFT" if is_peft else "draft heads"
     if wanted.base is None:
         raise CheckpointError(
-            f"{wanted.source} holds adapters of PEFT: give the checkpoint of their model with "
-            "--base"
+            f"{wanted.source} holds {what}: give the checkpoint of their model with --base"
         )
     if wanted.format != "safetensors_dist":
         raise CheckpointError(
-            f"--format {wanted.format}: adapters of PEFT become a checkpoint of format "
-            "safetensors_dist first"
+            f"--format {wanted.format}: {what} become a checkpoint of format safetensors_dist first"
         )
     folder = resolve_folder(wanted.base).resolve()
     base = read_source(replace(wanted, source=folder))
-    family, shape = _family_of(base, wanted)
-    dtype = wanted.dtype or embedding_of(base.tensors).dtype
-    tensors, flags = peft.read_peft(wanted.source, shape, family, dtype)
+    if is_peft:
+        family, shape = _family_of(base, wanted)
+        dtype = wanted.dtype or embedding_of(base.tensors).dtype
+        tensors, flags = peft.read_peft(wanted.source, shape, family, dtype)
+    else:
+        model = run_config(base.args).model
+        tensors, flags = draft_heads.read(wanted.source, model, vocab_size_of(base, wanted))
     if flags.get("reward_model"):
         base = replace(base, tensors=without_heads(base.tensors))
     named = BaseModel(str(folder), _hash_of(base, wanted))

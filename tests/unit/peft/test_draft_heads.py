@@ -179,6 +179,21 @@ def test_heads_begin_as_the_output_layer_and_the_model_keeps_its_loss(
     assert torch.equal(model(ids, positions, None, labels=ids), expected)
 
 
+@pytest.mark.parametrize("settings", [MEDUSA, FEW], ids=["medusa", "eagle3"])
+def test_a_step_changes_every_part_of_the_heads_and_no_bit_of_the_model(
+    settings: dict[str, Any],
+) -> None:
+    model = with_heads(settings)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    for _ in range(2):
+        gradients(model)
+        optimizer.step()
+    after = model.state_dict()
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in after if name.startswith("draft.")} - {"draft.d2t"}
+
+
 def test_packed_texts_do_not_see_each_other() -> None:
     model = with_heads(EAGLE)
     ids, positions = tokens(batch=1)
