@@ -47,6 +47,9 @@ _EXTRA = {
     "prometheus_client": "serve",
     "starlette": "serve",
     "uvicorn": "serve",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
 }
 # package that is in no extra -> its name for pip, if that is another one
 _PIP_NAME = {"lm_eval": "lm-eval[api]", "pynvml": "nvidia-ml-py"}

@@ -57,7 +57,7 @@ BUDGETS: dict[str, int] = {
     "training/checkpointing": 13730,
     "training/compat": 3900,
     "training/config": 8650,
-    "training/conversion": 40950,
+    "training/conversion": 46750,
     "training/data": 5300,
     "training/datasets": 0,
     "training/estimates": 5100,

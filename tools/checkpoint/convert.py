@@ -5,6 +5,8 @@
     python tools/checkpoint/convert.py --from HF_DIR --to DIR [--tensor-parallel 2]
     python tools/checkpoint/convert.py --from ADAPTERS --to DIR --format peft|hf|safetensors_dist
     python tools/checkpoint/convert.py --from PEFT_DIR --base DIR --to ADAPTERS
+    python tools/checkpoint/convert.py --from DIR --to DIR --format onnx
+    python tools/checkpoint/convert.py --from DIR --to DIR --format trtllm [--tensor-parallel 2]
 
 A checkpoint of adapters (LoRA) is merged into its base, except by --format peft.  Draft heads are
 written with their base, by --format hf into its folder draft; --from and --base read such a folder.
@@ -29,7 +31,13 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.quantization.formats import RECIPES
 from megatron.training.checkpointing.model_folder_args import local_folder
-from megatron.training.conversion.convert import DTYPES, HF, PEFT, ConversionRequest, convert
+from megatron.training.conversion.convert import (
+    DTYPES,
+    EXPORTS,
+    PEFT,
+    ConversionRequest,
+    convert,
+)
 from megatron.training.conversion.quantized_export import FORMS
 from megatron.training.preprocess.cli import run_tool
 from megatron.training.process.user_code import parse_tool_args
@@ -74,16 +82,19 @@ def get_parser() -> argparse.ArgumentParser:
     names = "a folder, or a model of the Hugging Face hub: org/name or hf://org/name@revision"
     add("--from", "--load-dir", dest="source", required=True, help=f"what to read: {names}")
     add("--to", "--save-dir", dest="target", type=Path, required=True, help="what to write")
-    add("--format", choices=(HF, PEFT, *FORMATS), default=next(iter(FORMATS)))
+    add("--format", choices=(*EXPORTS, PEFT, *FORMATS), default=next(iter(FORMATS)))
     add("--quant", help=f"write linear layers in few bits, with --format hf: {', '.join(RECIPES)}")
     add("--quant-format", choices=FORMS, default=FORMS[0], help="files of --quant")
     add("--report-text", type=Path, help="text file for the perplexity before and after --quant")
-    add("--family", help="Hugging Face model_type to write; default: the one that fits")
+    add(
+        "--family",
+        help="Hugging Face model_type, or trtllm's model, to write; default: the one that fits",
+    )
     add("--base", help="model of the adapters or draft heads; default: where their checkpoint says")
     add("--dtype", choices=tuple(DTYPES), help="of the weights written; default: as they are")
     add("--bf16", action="store_const", const="bfloat16", dest="dtype", help="--dtype bfloat16")
     add("--fp16", action="store_const", const="float16", dest="dtype", help="--dtype float16")
-    layout = "of the files of format torch; else only written into the arguments"
+    layout = "of the files of formats torch and trtllm; else only written into the arguments"
     add("--tensor-parallel", "--target-tensor-parallel-size", type=int, help=layout)
     add("--pipeline-parallel", "--target-pipeline-parallel-size", type=int, help=layout)
     add("--expert-parallel", "--target-expert-parallel-size", type=int, help=layout)

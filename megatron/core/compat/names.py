@@ -19,6 +19,23 @@ core.num_microbatches_calculator <- core.num_microbatches_calculator:
 core.package_info <- core.compat.config: __version__
 core.quantization.utils <- core.quantization.quant_config: get_quant_config_or_none
     load_quantization_recipe kitchen_quantization_recipe_config
+# -- Export
+core.export.data_type <- core.export.trtllm.trtllm_layers: DataType
+core.export.export_config <- core.export.trtllm.trtllm_layers: ExportConfig
+core.export.model_type <- core.export.trtllm.trtllm_layers: ModelType
+core.export.trtllm.engine_builder.trtllm_engine_builder <- core.export.trtllm.trtllm_helper:
+    TRTLLMEngineBuilder
+core.export.trtllm.model_to_trllm_mapping.default_conversion_dict <-
+    core.export.trtllm.trtllm_layers: DEFAULT_CONVERSION_DICT NEMOTRON_NAS_CONVERSION_DICT
+core.export.trtllm.trt_model_config <- core.export.trtllm.trtllm_helper: TRT_MODEL_CONFIG
+core.export.trtllm.trt_model_type <- core.export.trtllm.trtllm_layers: TRT_MODEL_TYPE_STRING
+core.export.trtllm.trtllm_weights_converter.distributed_trtllm_model_weights_converter <-
+    core.export.trtllm.trtllm_weights: DistributedTRTLLMModelWeightsConverter str_dtype_to_torch
+core.export.trtllm.trtllm_weights_converter.single_device_trtllm_model_weights_converter <-
+    core.export.trtllm.trtllm_weights: SingleDeviceTRTLLMModelWeightsConverter pad_vocab_size
+    str_dtype_to_torch
+core.export.trtllm.trtllm_weights_converter.utils <- core.export.trtllm.trtllm_weights:
+    is_gated_activation
 # -- Checkpoints
 core.dist_checkpointing <- core.dist_checkpointing.serialization: load_plain_tensors
     load_tensors_metadata load_sharded_metadata check_is_distributed_checkpoint

@@ -212,9 +212,9 @@ class DotProductAttention(MegatronModule):
             # Only block kernels return the log-sum-exp that a sink changes.
             return self.attend_in_ring(qkv, context, Ring(None))
         visible = VisibleKeys(
-            num_queries=len(query),
-            num_keys=len(key),
-            window=visible_window(len(key), self.window, context.is_causal),
+            num_queries=query.shape[0],
+            num_keys=key.shape[0],
+            window=visible_window(key.shape[0], self.window, context.is_causal),
             hidden=context.hidden,
             packed=context.packed,
             documents=context.documents,

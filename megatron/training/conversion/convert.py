@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.plain_values import plain
 from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX, LazyPiece, TensorRecord
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY, SCALES
+from megatron.core.export.trtllm.trtllm_layers import ExportConfig
 from megatron.core.progress import Progress
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.checkpointing.base_model import (
@@ -39,7 +40,7 @@ from megatron.training.checkpointing.base_model import (
 from megatron.training.checkpointing.paths import find, resolve_folder
 from megatron.training.checkpointing.save import CHECKPOINT_VERSION
 from megatron.training.config.run import RunConfig
-from megatron.training.conversion import draft_heads, hf, hf_folder, peft
+from megatron.training.conversion import draft_heads, hf, hf_folder, onnx, peft, trtllm
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hf import as_classifier, without_heads
 from megatron.training.conversion.lazy import counted, made_ahead
@@ -159,8 +160,8 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
     if wanted.dtype is not None:
         tensors = {k: _cast(t, wanted.dtype) for k, t in source.tensors.items()}
         source = replace(source, tensors=tensors, args={**source.args, **precision(wanted.dtype)})
-    if wanted.format == HF:
-        return _to_hf(source, wanted, say)
+    if wanted.format in EXPORTS:
+        return EXPORTS[wanted.format](source, wanted, say)
     return write_checkpoint(source, wanted, say)
 
 
@@ -259,6 +260,59 @@ def write_model(
     hf_folder.write_config(folder, config)
     hf_folder.write_weights(folder, tensors, **files)
     return str(config["architectures"][0])
+
+
+def _to_onnx(source: Source, wanted: ConversionRequest, say: Say) -> Path:
+    weights = source.weights
+    run = run_config(source.args)
+    onnx.check(run)
+    vocab_size = 1 if model_kind_of(run).classifies_images else vocab_size_of(source, wanted)
+    came_with = config_beside(source.beside)
+    with hf_folder.new_folder(wanted.target) as folder:
+        try:
+            if model_kind_of(run).classifies_images:
+                config, _ = export_classifier(run, weights, came_with)
+            else:
+                config, *_ = describe(run, vocab_size, came_with, wanted.family)
+        except CheckpointError:  # Hugging Face has no class for the model
+            config = onnx.describe(run, vocab_size)
+        config.pop("quantization_config", None)
+        hf_folder.write_config(folder, {**config, "dtype": "float32"})
+        report = onnx.export(folder, run, weights, vocab_size, verify=wanted.verify)
+        if source.beside is not None:
+            hf_folder.copy_beside(source.beside, folder)
+    if wanted.verify:
+        say(onnx.summary(report))
+    say(f"wrote {_count(weights)} weights to {wanted.target} as ONNX")
+    return wanted.target
+
+
+def _to_trtllm(source: Source, wanted: ConversionRequest, say: Say) -> Path:
+    run = run_config(source.args)
+    trtllm.check(run)
+    layout = layout_of(wanted.args)
+    if layout.get("ep", 1) > 1:
+        raise CheckpointError(
+            f"expert-parallel size {layout['ep']}: the ranks of --format trtllm share every expert"
+        )
+    export = ExportConfig(layout.get("tp", 1), layout.get("pp", 1))
+    vocab_size = vocab_size_of(source, wanted)
+    with hf_folder.new_folder(wanted.target) as folder:
+        name = trtllm.write_ranks(folder, run, source.weights, vocab_size, wanted.family, export)
+        if source.beside is not None:
+            hf_folder.copy_beside(source.beside, folder)
+        size = sum(path.stat().st_size for path in folder.glob("rank*"))
+    say(f"wrote {name} to {wanted.target}, {size:,} bytes; its logits were not compared")
+    say(trtllm.NOTE)
+    return wanted.target
+
+
+# Formats of other programs that hold the weights alone.
+EXPORTS: dict[str, Callable[[Source, ConversionRequest, Say], Path]] = {
+    HF: _to_hf,
+    onnx.FORMAT: _to_onnx,
+    trtllm.FORMAT: _to_trtllm,
+}
 
 
 def _with_base(source: Source, wanted: ConversionRequest) -> Source:

@@ -61,29 +61,44 @@ def compare_logits(
     if any(name.startswith("lm_head.") for name in fresh):
         return "the logits were not compared: the weights make none"
     kind = model_kind_of(config)
-    generator = torch.Generator().manual_seed(1)
-    if kind.classifies_images:
-        size = (2, 3, config.vision.img_h, config.vision.img_w)
-        prompts = torch.randn(size, generator=generator)
-    else:
-        length = min(_LENGTH, config.language_model.max_position_embeddings or _LENGTH)
-        prompts = torch.randint(0, vocab_size, (_PROMPTS, length), generator=generator)
+    prompts = synthetic_inputs(config, vocab_size)
     if kind.reads_images:  # the token of an image is put among others later
         described = json.loads((hf_folder / "config.json").read_bytes())
         prompts[prompts == described.get("image_token_index", described.get("image_token_id"))] = 0
     with Progress("comparing the logits of both forms"):
         theirs = _their_logits(hf_folder, config, prompts)
         ours = our_logits(config, tensors, vocab_size, prompts)
-    pairs = list(zip(ours if not fresh else ours[:1], theirs, strict=False))
-    apart = max(float((mine - other).abs().max()) for mine, other in pairs)
-    largest = max(1.0, *(float(other.abs().max()) for _, other in pairs))
+    apart, _, largest = differences(ours if not fresh else ours[:1], theirs)
+    inputs = f"{len(prompts)} {'images' if kind.classifies_images else 'prompts'}"
+    return f"the logits of {inputs} agree within {apart:.2g} (the largest {largest:.3g})"
+
+
+def synthetic_inputs(config: RunConfig, vocab_size: int) -> Tensor:
+    """Return random ids [b, s], or images [b, 3, H, W] for a classifier; the same in each call."""
+    generator = torch.Generator().manual_seed(1)
+    if model_kind_of(config).classifies_images:
+        size = (2, 3, config.vision.img_h, config.vision.img_w)
+        return torch.randn(size, generator=generator)
+    length = min(_LENGTH, config.language_model.max_position_embeddings or _LENGTH)
+    return torch.randint(0, vocab_size, (_PROMPTS, length), generator=generator)
+
+
+def differences(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[float, float, float]:
+    """Return the maximum and the mean difference of logits, and the largest logit, at least 1.
+
+    Raises CheckpointError if the maximum exceeds `TOLERANCE`.  Outputs that ``ours`` lacks are not
+    compared.
+    """
+    errors = [(mine - other).abs() for mine, other in zip(ours, theirs, strict=False)]
+    apart = max(float(error.max()) for error in errors)
+    mean = sum(float(error.sum()) for error in errors) / sum(error.numel() for error in errors)
+    largest = max(1.0, *(float(other.abs().max()) for _, other in zip(ours, theirs, strict=False)))
     if not apart <= TOLERANCE * largest:
         raise CheckpointError(
             f"the logits of both forms differ by {apart:.3g}, the largest is {largest:.3g}: "
             "this conversion is wrong and is not kept; please report it with config.json"
         )
-    inputs = f"{len(prompts)} {'images' if kind.classifies_images else 'prompts'}"
-    return f"the logits of {inputs} agree within {apart:.2g} (the largest {largest:.3g})"
+    return apart, mean, largest
 
 
 def report_quantized(
@@ -182,7 +197,7 @@ def their_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Ten
     elif kind.has_encoder:
         yield model(input_ids=ids, decoder_input_ids=ids.flip(1), use_cache=False).logits
     elif kind.has_masked_lm_head:
-        yield from model(ids, token_type_ids=_types(run, ids), return_dict=True).to_tuple()
+        yield from model(ids, token_type_ids=token_types(run, ids), return_dict=True).to_tuple()
     else:
         yield model(ids, use_cache=False).logits
 
@@ -201,7 +216,7 @@ def our_outputs(model: nn.Module, config: RunConfig, ids: Tensor) -> Iterator[Te
     elif kind.has_encoder:
         yield model(ids, ids.flip(1))
     elif kind.has_masked_lm_head:
-        outputs = model(ids, None, _types(config, ids))
+        outputs = model(ids, None, token_types(config, ids))
         yield from (logits for logits in outputs if logits is not None)
     else:
         yield model(ids, torch.arange(ids.shape[1]).expand_as(ids), None)
@@ -246,7 +261,7 @@ def _with_images(
     return rows, ours, theirs
 
 
-def _types(config: RunConfig, ids: Tensor) -> Tensor | None:
+def token_types(config: RunConfig, ids: Tensor) -> Tensor | None:
     """Return token types of ids [b, s]: the second half is the second sentence."""
     if not config.language_model.bert_binary_head:
         return None

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.device import cpu_kernels
 from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
 from megatron.core.models.common.language_module.language_module import (
     OPTIONS,
@@ -278,7 +279,8 @@ def _needed(mask: Tensor | None, *, is_causal: bool) -> Tensor | None:
         return None
     while mask.dim() < 4:
         mask = mask.unsqueeze(1)
-    if not (device.is_cuda() or mask.is_meta):  # there the question would wait for the device
+    # A GPU's host would wait for the answer, and a recorded pass reads no values.
+    if not (device.is_cuda() or mask.is_meta or cpu_kernels.is_recording()):
         queries, keys = mask.shape[-2:]
         size = keys if queries == 1 else queries
         seen = band(size, keys, -1, 0, mask.device) if is_causal else mask.new_ones(1)

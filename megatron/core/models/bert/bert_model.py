@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.device import cpu_kernels
 from megatron.core.models.bert.bert_lm_head import BertLMHead, dense
 from megatron.core.models.bert.pooler import Pooler, mean_of_text
 from megatron.core.models.common.language_module.language_module import OPTIONS, LanguageModule
@@ -133,11 +134,13 @@ class BertModel(LanguageModule):
 def _hidden_keys(attention_mask: Tensor | None) -> Tensor | None:
     """Convert a mask [b, s] of 1 for tokens to bool [b, 1, 1, s]: True for padding.
 
-    Returns None without padding.  On a GPU this is not checked: it would wait for the device.
+    Returns None without padding.  This is not checked on a GPU, where it would wait for the device,
+    and while the pass is recorded.
     """
     if attention_mask is None:
         return None
     is_padding = attention_mask < 0.5
-    if not device.is_cuda(is_padding.device) and not is_padding.any():
+    may_read = not (device.is_cuda(is_padding.device) or cpu_kernels.is_recording())
+    if may_read and not is_padding.any():
         return None
     return is_padding[:, None, None, :]

@@ -112,7 +112,8 @@ class ViTClassifier(VisionModule):
     def _embedded(self, images: Tensor) -> Tensor:
         """Return the embeddings [s, b, h], [s/tp, b, h] with sequence parallelism."""
         check_image_size(images, self.img_h, self.img_w)
-        hidden = torch.cat([self.class_token.expand(len(images), -1, -1), self.conv1(images)], 1)
+        first = self.class_token.expand(images.shape[0], -1, -1)
+        hidden = torch.cat([first, self.conv1(images)], 1)
         hidden = hidden + self.position_embeddings.weight
         num_padding = self.sequence_length - self.num_embeddings
         hidden = F.pad(hidden, (0, 0, 0, num_padding)).transpose(0, 1).contiguous()

@@ -76,5 +76,8 @@ class RelativePositionEmbedding(nn.Module):
             max_distance=self.max_distance,
         )
         by_distance: Tensor = self.relative_attention_bias(buckets).t()  # [n/tp, q + k - 1]
+        if torch.compiler.is_exporting():  # unfold() would fix the number of keys
+            places = torch.arange(query_seq_length).flip(0)[:, None]
+            return by_distance[:, places + torch.arange(key_seq_length)].unsqueeze(0)
         # A query sees a window of them, each later one a window that starts one further left.
         return by_distance.unfold(1, key_seq_length, 1).flip(1).unsqueeze(0)

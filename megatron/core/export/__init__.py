@@ -1,0 +1,1 @@
+"""Export of models to formats of other programs, by Megatron Core's names."""
