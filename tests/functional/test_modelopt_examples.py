@@ -254,6 +254,15 @@ def test_calibration_can_use_experts_without_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.feature("ModelOpt: export.sh writes a checkpoint as a Hugging Face folder")
+def test_a_quantized_checkpoint_is_exported_in_few_bits(
+    folder: Path, printed: dict[str, str]
+) -> None:
+    config = json.loads((folder / "exported/config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    weights = safetensors.load_file(folder / "exported/model.safetensors")
+    assert weights["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+
+
 def test_an_exported_model_has_the_weights_of_the_folder(folder: Path, tmp_path: Path) -> None:
     flags = ["--load", str(folder / "ck"), "--export-dir", str(tmp_path / "hf")]
     said(PROGRAMS / "export.py", flags)
