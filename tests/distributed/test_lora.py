@@ -32,6 +32,13 @@ CASES = {
     "recomputed": ("tp recompute-full", ""),
     "context-parallel": ("cp-p2p gqa", ""),
     "multi-token-prediction": ("pp tokens-ahead rope", ""),
+    "dora": ("tp sp pp swiglu gqa untied", "--lora-use-dora"),
+    "dora-zero-1": (
+        "tp dp zero-1 untied",
+        "--lora-use-dora --lora-target-modules q_proj linear_proj linear_fc1 lm_head",
+    ),
+    "dora-latent-attention": ("tp sp mla", "--lora-use-dora"),
+    "dora-hybrid": ("tp sp hybrid", "--lora-use-dora"),
     "shared-experts": ("tp sp ep-in-tp experts shared-expert-overlap", ""),
 }
 
@@ -63,6 +70,8 @@ DEFAULT = (
     "expert-tensor-parallel",
     "latent-attention",
     "context-parallel",
+    "dora",
+    "dora-zero-1",
 )  # of `make test`
 
 

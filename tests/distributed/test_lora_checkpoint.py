@@ -69,7 +69,8 @@ MODELS = {
     "latent": "--multi-latent-attention --q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 8 "
     "--qk-pos-emb-head-dim 4 --v-head-dim 8 --position-embedding-type rope",
     "hybrid": "--model-kind mamba --hybrid-override-pattern M* --mamba-num-groups 2 "
-    "--mamba-state-dim 4 --mamba-head-dim 8 --position-embedding-type none",
+    "--mamba-state-dim 4 --mamba-head-dim 8 --position-embedding-type none "
+    "--lora-use-dora",
 }
 
 

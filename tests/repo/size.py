@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "core/optimizer": 16100,
     "core/parallel": 10100,
     "core/params": 3700,
-    "core/peft": 5740,
+    "core/peft": 6356,
     "core/pipeline_parallel": 7400,
     "core/quantization": 8260,
     "core/rerun": 5350,

@@ -11,11 +11,14 @@ _MLP = r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1"
 _LATENT = r"\.(q|kv)_layernorm\.(weight|bias)$", r".linear_\1_up_proj.layer_norm_\2"
 VOCABULARY = (
     r"(^|\.)((word_embeddings|output_layer)\.(weight|bias)"
-    r"|word_embeddings\.lora\.a|output_layer\.lora\.b)$"
+    r"|word_embeddings\.lora\.a|output_layer\.lora\.[bm])$"
 )
 # End of a name -> blocks concatenated in it: gate, input, two projections, time steps.
 MIXER_BLOCKS = {
-    **dict.fromkeys((".mixer.in_proj.weight", ".mixer.in_proj.lora.b"), ("z", "x", "B", "C", "dt")),
+    **dict.fromkeys(
+        (f".mixer.in_proj.{own}" for own in ("weight", "lora.b", "lora.m")),
+        ("z", "x", "B", "C", "dt"),
+    ),
     **dict.fromkeys((".mixer.conv1d.weight", ".mixer.conv1d.bias"), ("x", "B", "C")),
 }
 HALVES = ("_w", "_v")  # suffixes of the two halves of a gated layer, if saved separately

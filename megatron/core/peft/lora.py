@@ -20,6 +20,11 @@ adapter therefore has an A and a B for each of these parts (``q_a``, ``q_b``, ..
 subset may be trained; the outputs are stacked in the order of the layer's rows, which for q, k and
 v is interleaved by query group.  Another layer has one ``a`` and one ``b``.
 
+DoRA (arXiv 2402.09353) gives each part a magnitude m [o], sharded as the rows of B:
+y = m / |W + scale * B A| * (W x + scale * B A x), with the norm of each row.  The norm has no
+gradient, as in PEFT.  Row layers all-reduce its squares over the tensor-parallel ranks, in each
+forward pass.
+
 Targets name layers by Megatron-LM's names or by names of the PEFT library.  A layer has its global
 module name (``decoder.layers.0.self_attention.linear_qkv``).
 """
@@ -30,7 +35,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +54,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.linear import LinearCall, linear
 from megatron.core.tensor_parallel.mappings import (
+    all_reduce,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
@@ -93,6 +99,7 @@ class LoraConfig:
     dropout: float = 0.0
     targets: tuple[str, ...]
     use_rslora: bool = False
+    use_dora: bool = False
 
     @property
     def scale(self) -> float:
@@ -125,6 +132,15 @@ def make_adapters(
         elif chosen:
             assert isinstance(module, VocabParallelEmbedding)
             yield name, module, EmbeddingAdapter(module, name, config)
+
+
+def begin_magnitudes(chunks: Sequence[nn.Module]) -> bool:
+    """Set the magnitudes of DoRA that were not loaded; the model must have its weights.
+
+    Returns whether this rank has set any.  Collective over tp.
+    """
+    adapters = [m for chunk in chunks for m in chunk.modules() if isinstance(m, LinearAdapter)]
+    return any([adapter.begin() for adapter in adapters if adapter.config.use_dora])
 
 
 def names_in(model: nn.Module, targets: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -170,7 +186,7 @@ def is_of_adapter(name: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str, str]:
-    """Split an adapter's parameter name into layer, matrix ("a" or "b") and part.
+    """Split an adapter's parameter name into layer, matrix ("a", "b" or "m") and part.
 
     >>> split_name("decoder.layers.0.mlp.linear_fc1.lora.up_b")
     ('decoder.layers.0.mlp.linear_fc1', 'b', 'up')
@@ -219,6 +235,8 @@ class LinearAdapter(nn.Module):
     A's initial values are as in PEFT, uniform between +-1/sqrt(i); B is zero.
     """
 
+    layer: Any  # a linear layer, whose weight DoRA reads
+
     def __init__(self, layer: Linear, name: str, parts: Sequence[str], config: LoraConfig) -> None:
         super().__init__()
         if getattr(layer, "engine", None) is not None:
@@ -241,6 +259,13 @@ class LinearAdapter(nn.Module):
             info = info_of(layer.weight)
             dtype = layer.weight.dtype
             num_rows, num_columns = layer.weight.shape
+        if config.use_dora and (layer.weight is None or info.is_expert):
+            of = "the tied output layer" if layer.weight is None else "experts"
+            raise ConfigError(
+                f"--lora-use-dora: {of} take no DoRA ({name}); leave it out, or choose other "
+                "--lora-target-modules"
+            )
+        vars(self)["layer"] = layer  # no child: the layer contains this module
         self.num_groups = num_rows // max(1, sum(self.rows.values()))
         self.group: ProcessGroup | None = None  # over which the gradient of A x is summed
         self.is_sequence_sharded = False  # A x is all-gathered over the group
@@ -271,18 +296,27 @@ class LinearAdapter(nn.Module):
             of_b = replace(
                 of_b, global_shape=(of_b.global_shape[0], rank), init=START.kind, init_std=START.std
             )
-            for own, shape, record in (("a", (rank, num_columns), of_a), ("b", (rows, rank), of_b)):
-                own = f"{part}_{own}" if part else own
+            made: list[tuple[str, tuple[int, ...], ParamInfo]]
+            made = [("a", (rank, num_columns), of_a), ("b", (rows, rank), of_b)]
+            if config.use_dora:
+                of_m = replace(of_b, global_shape=of_b.global_shape[:1], init="zeros")
+                made.append(("m", (rows,), of_m))
+            for matrix, size, record in made:
+                own = f"{part}_{matrix}" if part else matrix
                 record = replace(record, name=f"{name}{_INSIDE}{own}")
-                self.register_parameter(own, new_parameter(shape, dtype, record))
+                self.register_parameter(own, new_parameter(size, dtype, record))
 
     def matrices(self, matrix: str) -> list[Tensor]:
-        """Return ``matrix`` ("a" or "b") of each part."""
+        """Return ``matrix`` ("a", "b" or "m") of each part."""
         return [self.get_parameter(f"{part}_{matrix}" if part else matrix) for part in self.parts]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute scale * B A x: [.., i] -> [.., o] of this rank; collectives as in the module."""
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        """Compute the term of the output: [.., i] -> [.., o] of this rank.
+
+        ``y``: W x, which DoRA needs.  Collectives as in the module.
+        """
         a = self.matrices("a")
+        given = x
         x = self._with_dropout(x)
         is_own = len(a) == 1
         narrow = linear(x, LinearCall(a[0] if is_own else torch.cat(a), is_own=is_own))
@@ -291,14 +325,66 @@ class LinearAdapter(nn.Module):
         elif self.group is not None:
             narrow = copy_to_tensor_model_parallel_region(narrow, self.group)
         inputs = (narrow * self.config.scale).split(self.config.rank, -1)
-        return self._stacked(
+        term = self._stacked(
             [linear(z, LinearCall(b)) for z, b in zip(inputs, self.matrices("b"), strict=True)]
         )
+        if not self.config.use_dora:
+            return term
+        if x is not given:  # as in PEFT, dropout acts on the input of W too
+            is_column = isinstance(self.layer, ColumnParallelLinear)
+            call = LinearCall(self.layer.weight)
+            if is_column:
+                call = call._replace(group=self.group, sequence_parallel=self.is_sequence_sharded)
+            y = linear(x, call, self.layer.quantizer)
+        assert y is not None, "the layer passes W x"
+        with torch.no_grad():
+            weight = self.layer.base_weight() + self._product()
+        excess = self._excess(weight)
+        return excess * y + (1 + excess) * term
 
     def delta(self) -> Tensor:
+        """Return what is added to this rank's weight: [o, i].  Collective over tp with DoRA."""
+        product = self._product()
+        if not self.config.use_dora:
+            return product
+        weight: Tensor = self.layer.base_weight() + product
+        return self._excess(weight).unsqueeze(-1) * weight + product
+
+    @torch.no_grad()
+    def begin(self) -> bool:
+        """Set magnitudes that have no values yet to the norms of the rows of W.
+
+        Returns whether it did.  Collective over tp.
+        """
+        norms = self._norms(self.layer.base_weight())
+        is_new = not any(bool(m.any()) for m in self.matrices("m"))
+        for m, norm in zip(self.matrices("m"), norms, strict=True):
+            if is_new:
+                m.copy_(norm)
+        return is_new
+
+    def _product(self) -> Tensor:
         """Return scale * B A, in the shape of this rank's weight: [o, i]."""
         pairs = zip(self.matrices("b"), self.matrices("a"), strict=True)
         return self._stacked([(b @ a).t() * self.config.scale for b, a in pairs]).t()
+
+    def _excess(self, weight: Tensor) -> Tensor:
+        """Return m / |weight| - 1 of each row: [o]; 0 of parts without adapter."""
+        pairs = zip(self.matrices("m"), self._norms(weight.detach()), strict=True)
+        return self._stacked([(m.to(norm.dtype) / norm - 1).to(m.dtype) for m, norm in pairs])
+
+    def _norms(self, weight: Tensor) -> list[Tensor]:
+        """Return the norms of the rows of each part, at least in fp32."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(weight, dim=1, dtype=wide)
+        if self.is_row and self.layer.tp_group.size() > 1:
+            norms = all_reduce(norms.square(), self.layer.tp_group).sqrt()
+        norms = norms.clamp_min(torch.finfo(wide).tiny)  # padding of the vocabulary
+        if self.parts == (WHOLE,):
+            return [norms]
+        rows = norms.view(self.num_groups, -1).split(tuple(self.rows.values()), 1)
+        by_part = dict(zip(self.rows, rows, strict=True))
+        return [by_part[part].flatten() for part in self.parts]
 
     def _stacked(self, results: Sequence[Tensor]) -> Tensor:
         if self.parts == (WHOLE,):
@@ -328,6 +414,11 @@ class EmbeddingAdapter(nn.Module):
 
     def __init__(self, layer: VocabParallelEmbedding, name: str, config: LoraConfig) -> None:
         super().__init__()
+        if config.use_dora:
+            raise ConfigError(
+                "--lora-use-dora: embeddings take no DoRA; leave word_embeddings out of "
+                "--lora-target-modules"
+            )
         self.config = config
         info = info_of(layer.weight)
         width = layer.weight.shape[1]
@@ -350,7 +441,7 @@ class EmbeddingAdapter(nn.Module):
         )
         self.b = new_parameter((width, config.rank), layer.weight.dtype, b)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, y: Tensor | None = None) -> Tensor:
         """Look up ids of this rank's rows: [b, s] -> [b, s, h], without reduction over ranks."""
         return linear(F.embedding(ids, self.a) * self.config.scale, LinearCall(self.b))
 

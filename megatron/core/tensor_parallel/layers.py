@@ -59,9 +59,12 @@ class LayerConfig(Protocol):
 
 
 class Adapter(Protocol):
-    """A term that a low-rank adapter adds to a layer's output; see `peft.lora`."""
+    """A term that a low-rank adapter adds to a layer's output; see `peft.lora`.
 
-    def __call__(self, x: Tensor, /) -> Tensor: ...
+    It is computed from the layer's input and, for DoRA, from W x, the output without bias.
+    """
+
+    def __call__(self, x: Tensor, y: Tensor | None = None, /) -> Tensor: ...
     def delta(self) -> Tensor: ...
 
 
@@ -103,18 +106,26 @@ class Linear(ShardedModule):
         """Return x W^T + b on this rank.  No communication."""
         weight = self.weight
         assert weight is not None, "a layer without a weight"
-        return self._adapted(x, linear(x, LinearCall(weight, bias), self.quantizer))
+        return self._adapted(x, linear(x, LinearCall(weight, bias), self.quantizer), bias)
 
-    def _adapted(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add the adapter's term of input ``x`` to ``y``, before a reduction over ranks."""
-        return y if self.lora is None else y + self.lora(x)
+    def _adapted(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Add the adapter's term of input ``x`` to ``y``, before a reduction over ranks.
+
+        ``bias``: a term that ``y`` contains.
+        """
+        if self.lora is None:
+            return y
+        return y + self.lora(x, y if bias is None else y - bias)
+
+    def base_weight(self) -> Tensor:
+        """Return this rank's weight without an adapter, with the values that GEMMs use."""
+        weight: Tensor | None = self.weight
+        assert weight is not None, "a layer without a weight"
+        return self.quantizer.values(weight) if isinstance(self.quantizer, Gemms) else weight
 
     def effective_weight(self) -> Tensor:
         """Return this rank's weight, an adapter included."""
-        weight: Tensor | None = self.weight
-        assert weight is not None, "a layer without a weight"
-        if isinstance(self.quantizer, Gemms):
-            weight = self.quantizer.values(weight)
+        weight = self.base_weight()
         return weight if self.lora is None else weight + self.lora.delta()
 
 
@@ -240,7 +251,7 @@ class ColumnParallelLinear(_ShardedLinear):
             overlap=self.overlap if is_own else None,
         )
         quantizer = self.quantizer if is_own or own is None else None
-        y = self._adapted(input_, linear(input_, call, quantizer))
+        y = self._adapted(input_, linear(input_, call, quantizer), bias)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
             y = gather_from_tensor_model_parallel_region(y, self.tp_group)

@@ -54,7 +54,13 @@ YARN = tuple(
     yarn_correction_range_round_to_int mscale mscale_all_dim
     """.split()
 )
-ADAPTERS = ("lora_rank", "lora_alpha", "lora_target_modules", "lora_use_rslora")
+ADAPTERS = (
+    "lora_rank",
+    "lora_alpha",
+    "lora_target_modules",
+    "lora_use_rslora",
+    "lora_use_dora",
+)
 IMAGES = tuple(
     """
     img_h img_w patch_dim vision_model_type vision_num_layers vision_hidden_size

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.validation import NEEDS_SCALES
 from megatron.core.parallel.collectives import broadcast_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.parallel.run_store import RunStore
-from megatron.core.peft.lora import store_base
+from megatron.core.peft.lora import begin_magnitudes, store_base
 from megatron.core.tensor_parallel.frozen_weight import StoredFormat
 from megatron.training.arguments.config_file import write_config
 from megatron.training.checkpointing.base_model import identify, of_adapters
@@ -93,6 +93,8 @@ class Checkpointer:
             self.adapter_base = None if base is None else base.arguments
             if (base_dtype := run.config.adapters.lora_base_dtype) is not None:
                 store_base(parts.model_chunks, cast(StoredFormat, base_dtype))
+            if begin_magnitudes(parts.model_chunks) and parts.optimizer is not None:
+                parts.optimizer.reload_model_params()
         if loaded is None:
             if run.config.quantization.has_quantizers:
                 raise ConfigError(f"--export-quant-cfg without a checkpoint: {NEEDS_SCALES}")

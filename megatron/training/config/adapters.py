@@ -50,6 +50,11 @@ class AdaptersConfig:
     lora_use_rslora: bool = _adapters(
         False, "Multiply the adapters' output by alpha / sqrt(rank) instead of alpha / rank."
     )
+    lora_use_dora: bool = _adapters(
+        False,
+        "Train a magnitude of each output row too (DoRA): the rows of weight and adapter together "
+        "are normalized and multiplied by it. Not for embeddings and experts.",
+    )
 
     lora_base_dtype: str | None = _adapters(
         None,
@@ -121,4 +126,5 @@ class AdaptersConfig:
             dropout=self.lora_dropout,
             targets=self.lora_target_modules,
             use_rslora=self.lora_use_rslora,
+            use_dora=self.lora_use_dora,
         )

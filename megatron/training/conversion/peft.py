@@ -46,16 +46,28 @@ from megatron.training.conversion.tensors import Rule, group_rows, tensors_of
 
 EMBEDDING = "embedding.word_embeddings"
 _OUTPUT = "output_layer"
-FLAGS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_use_rslora")
+FLAGS = (
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_use_rslora",
+    "lora_use_dora",
+)
+_MAGNITUDE = "lora_magnitude_vector"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A [r, i] and B [o, r] of one matrix; its weight grows by scale * B A."""
+    """A [r, i] and B [o, r] of one matrix; its weight grows by scale * B A.
+
+    ``m`` [o]: with DoRA the norms of its rows afterwards.
+    """
 
     a: Tensor
     b: Tensor
     scale: float
+    m: Tensor | None = None
 
 
 def lora_of(args: Arguments) -> LoraConfig:
@@ -98,13 +110,24 @@ def _sum(
     deltas = {part: (p.b.float() @ p.a.float()) * p.scale for part, p in pairs.items()}
     if WHOLE in deltas:
         delta = deltas[WHOLE].t() if layer == EMBEDDING else deltas[WHOLE]
-        if len(delta) < len(weight):  # padding of the vocabulary
-            delta = F.pad(delta, (0, 0, 0, len(weight) - len(delta)))
     else:
-        columns = [deltas[part].t() if part in deltas else None for part in rows]
-        like = next(each for each in columns if each is not None)
-        delta = stack_rows(columns, tuple(rows.values()), like, groups).t()
-    return (weight.float() + delta).to(weight.dtype)
+        delta = _stack(deltas, rows, groups)
+    if len(delta) < len(weight):  # padding of the vocabulary
+        delta = F.pad(delta, (0, 0, 0, len(weight) - len(delta)))
+    total = weight.float() + delta
+    magnitudes = {part: p.m.float().unsqueeze(1) for part, p in pairs.items() if p.m is not None}
+    if magnitudes:
+        m = magnitudes[WHOLE] if WHOLE in magnitudes else _stack(magnitudes, rows, groups)
+        m = F.pad(m, (0, 0, 0, len(weight) - len(m)))
+        total = torch.where(m == 0, total, m / total.norm(dim=1, keepdim=True) * total)
+    return total.to(weight.dtype)
+
+
+def _stack(parts: Mapping[str, Tensor], rows: Mapping[str, int], groups: int) -> Tensor:
+    """Stack the rows of parts as a layer orders them; the rows of a part without values are 0."""
+    columns = [parts[part].t() if part in parts else None for part in rows]
+    like = next(each for each in columns if each is not None)
+    return stack_rows(columns, tuple(rows.values()), like, groups).t()
 
 
 def pairs_of(
@@ -117,13 +140,15 @@ def pairs_of(
     found: dict[str, dict[str, Pair]] = {}
     for name in sorted(filter(is_of_adapter, weights)):
         layer, matrix, part = split_name(name)
-        if matrix == "b":
+        if matrix != "a":
             continue
         a = weights[name].make()
         b = weights[f"{name[:-1]}b"].make()
         a = a[: shape.vocab_size].t() if layer == EMBEDDING else a
         b = b[: shape.vocab_size] if layer == _OUTPUT else b
-        found.setdefault(layer, {})[part] = Pair(a, b, config.scale)
+        m = weights[f"{name[:-1]}m"].make() if config.use_dora else None
+        m = m[: shape.vocab_size] if m is not None and layer == _OUTPUT else m
+        found.setdefault(layer, {})[part] = Pair(a, b, config.scale, m)
     return found
 
 
@@ -140,7 +165,6 @@ def rows_of(layer: str, size: Sequence[int], shape: ModelShape) -> dict[str, int
 CONFIG = "adapter_config.json"
 _ONLY: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
-    "use_dora": (None, False),
     "lora_bias": (None, False),
     "bias": (None, "none"),
 }
@@ -261,6 +285,8 @@ def write_peft(
             kind = "lora_embedding_{}" if layer == EMBEDDING else "lora_{}.weight"
             tensors[f"{_PREFIX}{module}.{kind.format('A')}"] = pair.a
             tensors[f"{_PREFIX}{module}.{kind.format('B')}"] = pair.b
+            if pair.m is not None:
+                tensors[f"{_PREFIX}{module}.{_MAGNITUDE}"] = pair.m
             modules.add(_short(module))
             if len(pair.a) != config.rank:
                 ranks[_short(module)] = len(pair.a)
@@ -276,6 +302,7 @@ def write_peft(
         "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
         "lora_dropout": 0.0,  # it is for training, and PEFT refuses it beside experts
         "use_rslora": config.use_rslora,
+        "use_dora": config.use_dora,
         "target_modules": sorted(modules),
         "rank_pattern": ranks,
         "alpha_pattern": {
@@ -341,7 +368,8 @@ def _their_pairs(
     else:
         a = torch.cat([pair.a for pair in every])
         b = torch.block_diag(*[pair.b for pair in every])
-    yield rule.theirs[0], Pair(a, b, every[0].scale)
+    magnitudes = [pair.m for pair in every if pair.m is not None]
+    yield rule.theirs[0], Pair(a, b, every[0].scale, torch.cat(magnitudes) if magnitudes else None)
 
 
 def read_peft(
@@ -382,6 +410,11 @@ def read_peft(
             own = (size[0] // sum(rows.values()) * in_group, size[1])
             pair = found.get((layer, part))
             like = kinds.get((*_kind_of(layer), part))
+            if pair is None and like is not None and like.m is not None:
+                raise CheckpointError(
+                    f"{folder} has DoRA in some layers alone, not in {layer}: train it in all "
+                    "layers of the same names"
+                )
             if pair is None and like is not None:
                 # With A and B zero their gradients are zero: it stays untrained, as in PEFT.
                 pair = Pair(like.a.new_zeros(1, own[1]), like.b.new_zeros(own[0], 1), scale)
@@ -397,6 +430,7 @@ def read_peft(
         "lora_alpha": scale * rank,
         "lora_dropout": config.get("lora_dropout") or 0.0,
         "lora_use_rslora": False,
+        "lora_use_dora": bool(config.get("use_dora")),
         "lora_target_modules": sorted(targets),
         **({} if score is None else {"reward_model": True}),
     }
@@ -407,7 +441,8 @@ def _check_size(layer: str, pair: Pair, size: tuple[int, int]) -> None:
     """Raise CheckpointError unless B A has the size of the matrix, a part of a layer's weight."""
     wanted = size[::-1] if layer == EMBEDDING else size
     found = len(pair.b), pair.a.shape[1]
-    if found != wanted or len(pair.a) != pair.b.shape[1]:
+    has_magnitudes = pair.m is None or tuple(pair.m.shape) == wanted[:1]
+    if found != wanted or len(pair.a) != pair.b.shape[1] or not has_magnitudes:
         raise CheckpointError(
             f"the adapter of {layer} has A {list(pair.a.shape)} and B {list(pair.b.shape)}, of a "
             f"matrix that is {list(wanted)}: it is of another model"
@@ -429,6 +464,8 @@ def _ours(
     b = F.pad(pair.b, (0, spare))
     yield f"{own}a", a.t() if layer == EMBEDDING else a
     yield f"{own}b", b if pair.scale == scale else b * (pair.scale / scale)
+    if pair.m is not None:
+        yield f"{own}m", pair.m
 
 
 def _our_pairs(
@@ -453,8 +490,12 @@ def _our_pairs(
     assert pair is not None, "the only one"
     _check_size(layer, pair, (size[0], size[1]))
     groups = size[0] // sum(rows.values())
-    parts = pair.b.split([groups * count for count in rows.values()])
-    return {part: Pair(pair.a, b, pair.scale) for part, b in zip(rows, parts, strict=True)}
+    sizes = [groups * count for count in rows.values()]
+    magnitudes = [None] * len(sizes) if pair.m is None else pair.m.split(sizes)
+    return {
+        part: Pair(pair.a, b, pair.scale, m)
+        for part, b, m in zip(rows, pair.b.split(sizes), magnitudes, strict=True)
+    }
 
 
 def _take(left: dict[str, Tensor], module: str, config: JsonObject) -> Pair | None:
@@ -465,12 +506,21 @@ def _take(left: dict[str, Tensor], module: str, config: JsonObject) -> Pair | No
             names = [f"{name}.{kind.format(matrix)}" for matrix in "AB"]
             if all(each in left for each in names):
                 a, b = map(left.pop, names)
+                m = left.pop(f"{name}.{_MAGNITUDE}", None)
+                if (m is not None) != bool(config.get("use_dora")) or (
+                    m is not None and "_emb" in kind
+                ):
+                    raise CheckpointError(
+                        f"{name}: DoRA needs a {_MAGNITUDE} in each layer, and is not implemented "
+                        "for embeddings"
+                    )
                 alpha = config.get("lora_alpha", 8)
                 for pattern, value in (config.get("alpha_pattern") or {}).items():
                     if re.fullmatch(rf"(.*\.)?({pattern})", name):
                         alpha = value
                         break
-                return Pair(a, b, alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a)))
+                scale = alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
+                return Pair(a, b, scale, m)
     return None
 
 
@@ -485,6 +535,9 @@ def _entries(weights: Mapping[str, LazyTensor], num_experts: int) -> Iterator[tu
         if name.endswith(".base_layer.weight"):  # a copy of the base's embedding or output layer
             continue
         value = tensor.make()
+        if name.endswith(_MAGNITUDE) and value.dim() == 1:
+            yield name, value
+            continue
         found = _STACK.fullmatch(name)
         base, is_inner, matrix = found.groups() if found else ("", None, "A")
         if value.dim() != 2 or (found and value.shape["AB".index(matrix)] % num_experts):

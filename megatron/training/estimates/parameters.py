@@ -187,7 +187,8 @@ def _count(matrices: Matrices, config: LoraConfig, m: TransformerConfig) -> int:
     for name, rows, columns in matrices:
         chosen = {p for t in config.targets for p in targeted_parts(t, name, tuple(rows))}
         count = m.num_moe_experts or 0 if name.startswith(EXPERTS) else 1
-        total += count * sum(config.rank * (rows[part] + columns) for part in chosen)
+        magnitudes = sum(rows[part] for part in chosen) if config.use_dora else 0
+        total += count * (magnitudes + sum(config.rank * (rows[p] + columns) for p in chosen))
     return total
 
 

@@ -126,7 +126,7 @@ def test_tensor_parallel_ranks_share_the_matrices() -> None:
         "up_proj embed_tokens output_layer --untie-embeddings-and-output-weights",
         "--num-experts 4 --moe-layer-freq [1,0,0,1] --moe-shared-expert-intermediate-size 8",
         "--num-experts 4 --swiglu --lora-target-modules experts.linear_fc1 linear_proj",
-        "--multi-latent-attention --q-lora-rank 8 --position-embedding-type rope",
+        "--multi-latent-attention --q-lora-rank 8 --position-embedding-type rope --lora-use-dora",
         "--mtp-num-layers 1 --position-embedding-type rope",
         "--model-kind mamba --hybrid-override-pattern M*-M --mamba-num-groups 1",
     ],

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.params.param_info import info_of
-from megatron.core.peft.lora import attach_adapters, is_of_adapter
+from megatron.core.peft.lora import attach_adapters, is_of_adapter, split_name
+from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf
 from megatron.training.conversion.convert import (
     HF,
@@ -47,9 +49,12 @@ CASES = {
     "phi3": "qkv_proj gate_up_proj down_proj",
     "mixtral": "q_proj o_proj w1 w2 w3",
     "qwen3 moe": f"k_proj experts.{MLP.replace(' ', ' experts.')}",
+    "llama with DoRA": f"q_proj v_proj o_proj {MLP} lm_head",
+    "phi3 with DoRA": "qkv_proj gate_up_proj",
     "deepseek v2": "q_proj kv_a_proj_with_mqa kv_b_proj o_proj",
     "deepseek v3": "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj",
 }
+DORA = " with DoRA"
 PROMPTS = torch.randint(0, models.VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(1))
 Case = tuple[Any, Path, Path, Path]  # model of transformers, its folder, ours, files of PEFT
 
@@ -60,13 +65,15 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
     theirs = tmp_path / "hf"
     base = tmp_path / "base"
     files = tmp_path / "peft"
-    model = models.make(request.param).eval()
+    model = models.make(request.param.removesuffix(DORA)).eval()
     model.save_pretrained(theirs)
     convert(ConversionRequest(source=theirs, target=base, format="safetensors_dist", verify=False))
     source = read_source(ConversionRequest(source=base, target=base, format=HF))
     shape = shape_of(run_config(source.args), models.VOCABULARY)
     family = hf.choose_family(shape, None, model.config.model_type)
-    write_adapters(files, dict(matrices(shape, family, CASES[request.param].split())), {})
+    sizes = dict(matrices(shape, family, CASES[request.param].split()))
+    weights = model.state_dict() if request.param.endswith(DORA) else {}
+    write_adapters(files, sizes, {"use_dora": bool(weights)}, weights)
     return model, theirs, base, files
 
 
@@ -84,8 +91,13 @@ def matrices(shape: ModelShape, family: Any, targets: list[str]) -> Iterator[tup
                 yield module, part.t() if rule.transposed else part
 
 
-def write_adapters(folder: Path, sizes: dict[str, Tensor], config: dict[str, object]) -> None:
-    """Write random adapters of matrices as PEFT would."""
+def write_adapters(
+    folder: Path,
+    sizes: dict[str, Tensor],
+    config: dict[str, object],
+    weights: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
+    """Write random adapters of matrices as PEFT would; with ``weights`` magnitudes too."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(2)
     tensors = {}
@@ -96,6 +108,10 @@ def write_adapters(folder: Path, sizes: dict[str, Tensor], config: dict[str, obj
         for matrix, size in (("A", (RANK, columns)), ("B", (rows, RANK))):
             value = torch.randn(size, generator=generator) * 0.2
             tensors[f"base_model.model.{module}.{kind.format(matrix)}"] = value
+        if weights:
+            norms = weights[f"{module}.weight"].norm(dim=1)
+            factors = 1 + 0.3 * torch.randn(len(norms), generator=generator)
+            tensors[f"base_model.model.{module}.lora_magnitude_vector"] = norms * factors
     safetensors.save_file(tensors, folder / "adapter_model.safetensors")
     targets = sorted({name.rsplit(".", 1)[-1] for name in sizes})
     values = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets}
@@ -108,9 +124,15 @@ def to_ours(files: Path, base: Path) -> Path:
     return target
 
 
-@torch.no_grad()
 def our_logits(adapters: Path, base: Path) -> Tensor:
     """Return the logits of the base with adapters beside its layers."""
+    model, run = adapted_model(adapters, base)
+    with torch.no_grad():
+        return next(our_outputs(model, run, PROMPTS))
+
+
+@torch.no_grad()
+def adapted_model(adapters: Path, base: Path) -> tuple[nn.Module, RunConfig]:
     read = [read_source(ConversionRequest(source=f, target=f, format=HF)) for f in (base, adapters)]
     run = run_config(read[0].args)
     model = our_model(run, read[0].tensors, models.VOCABULARY)
@@ -119,7 +141,7 @@ def our_logits(adapters: Path, base: Path) -> Tensor:
     assert params.keys() == read[1].tensors.keys()
     for name, param in params.items():
         param.copy_(read[1].tensors[name].make())
-    return next(our_outputs(model.eval(), run, PROMPTS))
+    return model.eval(), run
 
 
 @torch.no_grad()
@@ -166,8 +188,11 @@ def with_adapters(theirs: Path, files: Path, target: Path) -> Any:
         weight = weights[f"{module}.weight"]
         delta = b @ a * scale
         weight += delta if delta.shape == weight.shape and "c_" not in module else delta.t()
-        count += 1
-    assert count == len(adapters) / 2
+        if (m := adapters.get(f"base_model.model.{module}.lora_magnitude_vector")) is not None:
+            weight *= (m / weight.norm(dim=1)).unsqueeze(1)
+            count += 1
+        count += 2
+    assert count == len(adapters)
     target.mkdir()
     safetensors.save_file(weights, target / "model.safetensors", {"format": "pt"})
     (target / "config.json").write_bytes((theirs / "config.json").read_bytes())
@@ -187,6 +212,35 @@ def test_peft_computes_our_logits(case: Case, tmp_path: Path) -> None:
 
 
 @needs_peft
+@pytest.mark.feature("DoRA: logits and gradients equal PEFT's, and its files are read and written")
+@pytest.mark.parametrize("case", ["llama with DoRA"], indirect=True)
+def test_dora_has_the_gradients_of_peft(case: Case, tmp_path: Path) -> None:
+    _, theirs, base, files = case
+    model, run = adapted_model(to_ours(files, base), base)
+    target = torch.randn(*PROMPTS.shape, models.VOCABULARY, generator=torch.Generator())
+    (next(our_outputs(model, run, PROMPTS)) * target).sum().backward()
+    their = models.AUTO.from_pretrained(theirs)
+    their = peft.PeftModel.from_pretrained(their, files, is_trainable=True).eval()
+    (their(PROMPTS, use_cache=False).logits * target).sum().backward()
+    expected = {
+        (*re.findall(r"layers\.\d+|\w+_proj|lm_head", n), n.split(".lora_")[1][0].lower()): p.grad
+        for n, p in their.named_parameters()
+        if p.requires_grad
+    }
+    modules = {"linear_proj": "o_proj", "linear_fc2": "down_proj", "output_layer": "lm_head"}
+    found = {}
+    for param in model.parameters():
+        if param.requires_grad:
+            layer, matrix, part = split_name(info_of(param).name)
+            module = f"{part}_proj" if part else modules[layer.rsplit(".", 1)[-1]]
+            found[(*re.findall(r"layers\.\d+", layer), module, matrix)] = param.grad
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        limit = 1e-4 * float(grad.abs().max())
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=limit, msg=str(name))
+
+
+@needs_peft
 def test_adapters_that_peft_has_saved_are_read(case: Case, tmp_path: Path) -> None:
     model, _, base, files = case
     config = json.loads((files / "adapter_config.json").read_text())
@@ -195,6 +249,7 @@ def test_adapters_that_peft_has_saved_are_read(case: Case, tmp_path: Path) -> No
     modules = [name for name in config["target_modules"] if name not in experts]
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if experts else None
     options = {"target_modules": modules, "target_parameters": stacks, "alpha_pattern": {}}
+    options |= {"use_dora": config.get("use_dora", False)}
     adapted = peft.get_peft_model(
         model,
         peft.LoraConfig(r=4, lora_alpha=10, rank_pattern={"o_proj": 2}, **options),
@@ -222,7 +277,7 @@ def test_adapters_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
             (
                 "model.layers.0.self_attn.q_proj",
                 {"use_dora": True},
-                "has use_dora True: only False is",
+                "q_proj: DoRA needs a lora_magnitude_vector in each layer",
             ),
             ("model.layers.0.self_attn.q_proj", {"bias": "all"}, "has bias all: only none is read"),
             (

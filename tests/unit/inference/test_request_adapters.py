@@ -39,7 +39,7 @@ def adapter_of(module: nn.Module, name: str) -> dict[Any, Any]:
     """This rank's part of an adapter whose values depend on its name and theirs."""
     if name == "broken":
         raise CheckpointError("broken holds no adapter")
-    config = LoraConfig(rank=3, alpha=6.0, targets=LAYERS[name])
+    config = LoraConfig(rank=3, alpha=6.0, targets=LAYERS[name], use_dora=name == "a")
     found = {}
     for _, layer, adapter in make_adapters(module, config):
         found[layer] = adapter.eval()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron.core.config.errors import ConfigError
 from megatron.core.params.param_init import Init, initialize_parameters
 from megatron.core.peft import lora
-from megatron.core.peft.lora import LoraConfig, attach_adapters, store_base
+from megatron.core.peft.lora import LoraConfig, attach_adapters, begin_magnitudes, store_base
 from megatron.core.tensor_parallel.frozen_weight import (
     FORMATS,
     FrozenWeight,
@@ -38,11 +38,12 @@ def test_a_stored_weight_is_near_the_weight(format: StoredFormat) -> None:
     assert num_bytes <= PRECISION[format][1] * weight.numel() + 4
 
 
-def adapted(format: StoredFormat | None) -> nn.Module:
+def adapted(format: StoredFormat | None, *, use_dora: bool = False) -> nn.Module:
     model = build(model={"share_embeddings_and_output_weights": False})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lora, "START", Init("normal", 0.05))
-        attach_adapters(model, LoraConfig(rank=4, alpha=8.0, targets=("all-linear",)))
+        config = LoraConfig(rank=4, alpha=8.0, targets=("all-linear",), use_dora=use_dora)
+        attach_adapters(model, config)
         initialize_parameters(model, 7)
     if format is not None:
         store_base([model], format)
@@ -58,8 +59,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.feature("LoRA: the frozen model is stored in fp8, int8 or nvfp4")
 @pytest.mark.parametrize("format", FORMATS)
 def test_gradients_are_those_of_the_rounded_base(format: StoredFormat) -> None:
-    model = adapted(format)
-    plain = adapted(None)
+    use_dora = format == "int8"
+    model = adapted(format, use_dora=use_dora)
+    plain = adapted(None, use_dora=use_dora)
     with torch.no_grad():
         for one, other in zip(model.modules(), plain.modules(), strict=True):
             if isinstance(one, Linear) and isinstance(one.quantizer, FrozenWeight):
@@ -67,6 +69,7 @@ def test_gradients_are_those_of_the_rounded_base(format: StoredFormat) -> None:
                 assert other.weight is not None
                 other.weight.copy_(one.quantizer.weight.values(torch.float32))
                 torch.testing.assert_close(one.effective_weight(), other.effective_weight())
+    assert begin_magnitudes([model]) == begin_magnitudes([plain]) == use_dora
     found = gradients(model)
     expected = gradients(plain)
     assert found.keys() == expected.keys()

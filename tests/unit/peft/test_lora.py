@@ -12,7 +12,15 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.params.param_info import info_of
 from megatron.core.params.param_init import Init, initialize_parameters
 from megatron.core.peft import lora
-from megatron.core.peft.lora import LoraConfig, attach_adapters, check_targets, names_in, split_name
+from megatron.core.peft.lora import (
+    LinearAdapter,
+    LoraConfig,
+    attach_adapters,
+    begin_magnitudes,
+    check_targets,
+    names_in,
+    split_name,
+)
 from megatron.core.tensor_parallel.layers import Linear
 from tests.support import tolerances
 from tests.support.one_process import one_process_groups, tiny_config
@@ -29,6 +37,7 @@ def adapted(*targets: str, **changes: float) -> nn.Module:
         patch.setattr(lora, "START", Init("normal", 0.05))
         attach_adapters(model, config)
         initialize_parameters(model, 7)
+    begin_magnitudes([model])
     return model
 
 
@@ -85,8 +94,9 @@ def test_adapters_begin_as_those_of_peft() -> None:
     assert model.embedding.word_embeddings.lora.b.std() > 0.8
 
 
-def test_a_frozen_model_keeps_its_weights() -> None:
-    model = adapted()
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_frozen_model_keeps_its_weights(use_dora: bool) -> None:
+    model = adapted(*_TARGETS[:4], "lm_head", use_dora=use_dora)
     before = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
     logits(model).square().mean().backward()
@@ -102,6 +112,40 @@ def test_dropout_of_an_adapter_leaves_the_frozen_model_alone() -> None:
     assert not torch.equal(logits(model), logits(model))
     model.eval()
     assert torch.equal(logits(model), logits(model))
+
+
+def test_dora_begins_as_the_frozen_model() -> None:
+    model = build(model={"share_embeddings_and_output_weights": False})
+    before = logits(model)
+    targets = ("q_proj", "v_proj", "linear_fc2", "lm_head")
+    attach_adapters(model, LoraConfig(rank=4, alpha=8.0, targets=targets, use_dora=True))
+    initialize_parameters(model, 5)
+    assert not torch.allclose(logits(model), before)
+    assert begin_magnitudes([model])
+    torch.testing.assert_close(logits(model), before, **tolerances.LOGITS)
+    layer = model.decoder.layers[0].mlp.linear_fc2
+    torch.testing.assert_close(layer.lora.m.detach(), layer.weight.norm(dim=1))
+    with torch.no_grad():
+        layer.lora.m.mul_(2)
+    assert not begin_magnitudes([model])  # trained values stay
+    torch.testing.assert_close(layer.effective_weight(), 2 * layer.weight)
+
+
+def test_dropout_acts_on_both_products_of_dora(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in PEFT: the output is W x + (m / |W'| - 1) W d(x) + m / |W'| B A d(x)."""
+    layer = adapted("linear_fc2", use_dora=True).decoder.layers[0].mlp.linear_fc2
+    x = torch.randn(3, layer.weight.shape[1], generator=torch.Generator().manual_seed(3))
+    monkeypatch.setattr(LinearAdapter, "_with_dropout", lambda self, x: x * 0.5)
+    term = layer.lora(x, x @ layer.weight.t())
+    monkeypatch.undo()
+    expected = layer.lora.eval()(x / 2, x / 2 @ layer.weight.t())
+    assert expected.abs().max() > 0.01
+    torch.testing.assert_close(term, expected)
+
+
+def test_dora_of_an_embedding_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--lora-use-dora: embeddings take no DoRA"):
+        adapted("embed_tokens", use_dora=True)
 
 
 @pytest.mark.feature("LoRA: an unknown target module is one error message with the names there are")
@@ -131,4 +175,7 @@ def test_experts_have_adapters_of_their_own() -> None:
         "linear_fc2.lora.a",
         "linear_fc2.lora.b",
     )
+    dora = LoraConfig(rank=2, alpha=2.0, targets=("up_proj",), use_dora=True)
+    with pytest.raises(ConfigError, match="--lora-use-dora: experts take no DoRA"):
+        attach_adapters(GPTModel(config, spec, 16, 8, pg_collection=one_process_groups()), dora)
     assert names == {f"experts.local_experts.{n}.{own}" for n in range(2) for own in each}

@@ -66,8 +66,8 @@ _OLD_STACKS = ("language_model.encoder.", "language_model.transformer.")
 # Adapters: B of a layer that shards its outputs, A of one that shards its inputs.
 _SHARDED_DIMS = (
     VOCABULARY + r"|\.(linear_qkv|linear_q|linear_kv|linear_fc1|eh_proj)\.(weight|bias)$"
-    r"|\.(linear_qkv|linear_q|linear_kv|linear_fc1)\.lora\.(\w+_)?b$"
-    r"|\.linear_(q|q_up|kv_up)_proj\.(weight|bias|lora\.b)$"
+    r"|\.(linear_qkv|linear_q|linear_kv|linear_fc1)\.lora\.(\w+_)?[bm]$"
+    r"|\.linear_(q|q_up|kv_up)_proj\.(weight|bias|lora\.[bm])$"
     r"|\.core_attention\.softmax_offset$"
     r"|\.mixer\.(A_log|D|dt_bias|norm\.weight)$",
     r"\.(linear_proj|linear_fc2|mixer\.out_proj)\.(weight|lora\.a)$",

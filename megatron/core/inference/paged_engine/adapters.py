@@ -78,13 +78,19 @@ class _RowsOfRequests:
         # Number of rows and number of an adapter -> its rows.
         self.places: Mapping[tuple[int, int], Tensor] = {}
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map rows [n, .., i], or ids [n, 1], to a term of the output [n, .., o]."""
+    def __call__(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        """Map rows [n, .., i], or ids [n, 1], to a term of the output [n, .., o].
+
+        ``y``: the output of the layer without adapters.
+        """
         count = len(x)
         out: Tensor | None = None
         for number in self.numbers:
             rows = self.places[count, number]
-            term = self.terms[number](x if len(rows) == count else x[rows])
+            if len(rows) == count:
+                term = self.terms[number](x, y)
+            else:
+                term = self.terms[number](x[rows], None if y is None else y[rows])
             if len(rows) == count:
                 return term
             if out is None:

@@ -100,6 +100,17 @@ _ADAPTERS = where(
         "complete model": lambda c: c.model_kind not in ("gpt", "mamba"),
     },
     where(
+        "--lora-use-dora",
+        {
+            "{--lora-use-dora} is not available with fully sharded parameters (FSDP): use tensor "
+            "parallelism, or leave it out": lambda c: c.is_fully_sharded,
+            "--lora-use-dora and {found} exclude each other: the reference policy is the model "
+            "with adapters of zeros, which DoRA has not; leave it out": given(
+                "--dpo-beta --perform-rl-step"
+            ),
+        },
+    ),
+    where(
         "--lora-base-dtype",
         {
             "{--lora-base-dtype} and --{format_flag} exclude each other: the first stores weights "
