@@ -128,11 +128,14 @@ class TextRows(Dataset[dict[str, Tensor]]):
         tokenizer = run.tokenizer
         end = tokenizer.id_of("eod")
         tokens: list[int] = []
-        for number, line in enumerate(read_text(path, what, DataError).splitlines(), 1):
+        # A text may contain the other ends of lines that str.splitlines() knows.
+        for number, line in enumerate(read_text(path, what, DataError).split("\n"), 1):
             if len(tokens) > num_samples * length:
                 break
+            if not line.strip():
+                continue
             try:
-                text = json.loads(line)["text"]
+                text = "" + json.loads(line)["text"]  # a TypeError if it is no string
             except (ValueError, KeyError, TypeError):
                 raise DataError(f'{what} line {number}: it is no {{"text": ...}}') from None
             tokens += [*tokenizer.tokenize(text), *([] if end is None else [end])]

@@ -205,7 +205,9 @@ def reloaded(rank: int, world_size: int, load: str, newer: str) -> object:
 def test_texts_of_a_file_calibrate_a_model(trained: Path, tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     text = " ".join(str(number * number % 100) for number in range(150))
-    file.write_text(f'{{"text": "{text}"}}\n{{"text": "{text}"}}\n')
+    file.write_text(f'{{"text": "{text}\u2028"}}\n\n{{"text": "{text}"}}\n', encoding="utf-8")
+    number = tmp_path / "number.jsonl"
+    number.write_text('{"text": 5}')
     flags = ["--finetune", "--calib-data", str(file), "--calib-observer", "percentile"]
     saved = calibrated(trained, tmp_path / "save", "w4a8_awq", *flags)
     argv = [*CALIBRATION, "--load", str(trained), "--save", str(tmp_path), *flags]
@@ -214,6 +216,7 @@ def test_texts_of_a_file_calibrate_a_model(trained: Path, tmp_path: Path) -> Non
     for extra, message in (
         ("--export-quant-cfg fp8 --calib-size 16", "has 9 rows of --seq-length 32 tokens"),
         ("--export-quant-cfg fp8 --calib-size 1", "a step has 2 samples"),
+        (f"--export-quant-cfg fp8 --calib-data {number}", 'line 1: it is no {"text": ...}'),
         ("", "--export-quant-cfg is required: one of int8_sq, fp8,"),
     ):
         (said,) = run_ranks(quantize, 1, [*argv, *extra.split()])

@@ -71,7 +71,7 @@ def calibrate(
 
     ``run_forward`` runs the same calibration samples through the model, each time that it is
     called: up to three times.  May change weights, as described above.  Collective over all ranks.
-    Raises ConfigError if an expert got no token.
+    Raises ConfigError for weights or inputs without finite values, as of an expert without tokens.
     """
     sites = {
         layer: _Site(layer, quantizer, groups) for layer, quantizer in quantized_layers(chunks)
@@ -84,13 +84,20 @@ def calibrate(
     everywhere = torch.tensor(needs, dtype=torch.int32, device=device.current())
     all_reduce_over(everywhere, groups.world, op=ReduceOp.MAX)
     needs_statistics, needs_ranges = everywhere.tolist()
+    _raise_for(
+        [site.name for site in every if not site.weight.isfinite().all()],
+        "--load: the weights of {} are not finite: calibrate another checkpoint",
+        groups,
+    )
     if needs_statistics:
         statistics = {layer: _Statistics(site) for layer, site in sites.items()}
         _run_observed(sites, statistics, run_forward)
         for found in statistics.values():
             found.reduce()
-        _raise_without_tokens(
-            [s.name for layer, s in sites.items() if not statistics[layer].count], groups
+        _raise_for(
+            [s.name for layer, s in sites.items() if not statistics[layer].is_usable],
+            _NO_INPUT,
+            groups,
         )
         for layer, source in _channel_sources(chunks):
             site = sites.get(layer)
@@ -110,8 +117,14 @@ def calibrate(
         _run_observed(sites, ranges, run_forward)
         for layer, site in sites.items():
             ranges[layer].end_first_pass(*site.all_groups)
-        _raise_without_tokens(
-            [s.name for layer, s in sites.items() if s.has_range and not ranges[layer].amax], groups
+        _raise_for(
+            [
+                site.name
+                for layer, site in sites.items()
+                if site.has_range and not 0 < ranges[layer].amax < float("inf")
+            ],
+            _NO_INPUT,
+            groups,
         )
         if observer != "max":
             _run_observed(sites, ranges, run_forward)
@@ -132,15 +145,18 @@ def _run_observed(
         site.quantizer.observe = None
 
 
-def _raise_without_tokens(names: list[str], groups: ProcessGroupCollection) -> None:
-    """Raise the same ConfigError on all ranks if any of them has ``names``.  Collective."""
+_NO_INPUT = (
+    "--calib-size: the calibration samples have no token, only zeros or values that are not "
+    "finite for {}: give more samples, or exclude the layers by --kitchen-config-file"
+)
+
+
+def _raise_for(names: list[str], problem: str, groups: ProcessGroupCollection) -> None:
+    """Raise the same ConfigError on all ranks if any has ``names`` of layers.  Collective."""
     found = gather_json(names, groups.world)
-    missing = sorted({name for each in found or [] for name in each})
-    if missing := broadcast_json(missing, groups.world):
-        raise ConfigError(
-            f"--calib-size: the calibration samples have no token for {len(missing)} layers "
-            f"({', '.join(missing[:3])}): give more samples"
-        )
+    bad = sorted({name for each in found or [] for name in each})
+    if bad := broadcast_json(bad, groups.world):
+        raise ConfigError(problem.format(f"{len(bad)} layers ({', '.join(bad[:3])})"))
 
 
 class _Site:
@@ -230,9 +246,10 @@ class _Statistics:
         self.tokens = zeros((), dtype=torch.float64)
 
     @property
-    def count(self) -> float:
-        """Number of tokens on all ranks; 1 if nothing is counted."""
-        return float(self.tokens) if self.is_needed else 1.0
+    def is_usable(self) -> bool:
+        """Whether finite tokens were counted on all ranks, or none are needed."""
+        is_finite = (self.amax.sum() + self.moments.sum()).isfinite()
+        return not self.is_needed or bool((self.tokens > 0) & is_finite)
 
     def __call__(self, x: Tensor) -> None:
         """Add the tokens of ``x``.  Collective for a row layer."""

@@ -191,7 +191,7 @@ class Recipe:
     weight: NumberFormat
     input: NumberFormat | None = None
     algorithm: Algorithm = "max"
-    skipped: tuple[str, ...] = ("*output_layer*", "*router*", "*embedding*")
+    skipped: tuple[str, ...] = ("*output_layer*", "*router*", "*embedding*", "mtp.*")
 
 
 INT8_CHANNEL = NumberFormat("int", 8, (1, 0))

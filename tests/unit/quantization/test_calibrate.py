@@ -209,9 +209,34 @@ def test_a_file_of_globs_that_cannot_be_used_is_refused(
         layer_recipes("fp8", str(file))
 
 
+def test_layers_that_calibration_does_not_run_have_no_recipe() -> None:
+    recipe_of = layer_recipes("fp8", None)
+    assert recipe_of is not None
+    assert recipe_of("decoder.layers.0.mlp.linear_fc1") is RECIPES["fp8"]
+    for name in ("mtp.layers.0.eh_proj", "mtp.layers.0.transformer_layer.mlp.linear_fc1"):
+        assert recipe_of(name) is None
+
+
 def test_samples_without_a_token_for_a_layer_are_refused(trained: GPTModel) -> None:
     model = new()
     attach_quantizers(model, lambda _: RECIPES["fp8"])
     run: Callable[[], object] = lambda: None  # noqa: E731
-    with pytest.raises(ConfigError, match="no token for 8 layers .*: give more samples"):
+    with pytest.raises(ConfigError, match="no token, .* for 8 layers .*: give more samples"):
         calibrate([model], run, one_process_groups())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bad", "message"),
+    [
+        ("int8", "decoder.layers.1.mlp.linear_fc2.weight", "--load: the weights of 1 layers"),
+        ("fp8", "embedding.word_embeddings.weight", "not finite for 8 layers"),
+        ("int8_sq", "embedding.word_embeddings.weight", "not finite for 8 layers"),
+        ("int4_gptq", "embedding.word_embeddings.weight", "not finite for 8 layers"),
+    ],
+)
+def test_a_model_with_nan_is_refused(recipe: str, bad: str, message: str) -> None:
+    model = new()
+    attach_quantizers(model, lambda _: RECIPES[recipe])
+    model.get_parameter(bad).detach()[3:] = float("nan")
+    with pytest.raises(ConfigError, match=message):
+        calibrate([model], lambda: loss_of(model, texts(2, 0)), one_process_groups())

@@ -311,7 +311,7 @@ _QUANTIZATION = where(
         "{found} with --export-quant-cfg or --kitchen-config-file: the scales belong to weights "
         "that are trained or served as a whole; leave one of them out": named(
             "--lora-rank --perform-rl-step --moe-use-upcycling --export-num-medusa-heads "
-            "--export-num-eagle-layers"
+            "--export-num-eagle-layers --export-num-mtp"
         ),
         "{--ckpt-format} has no place for the scales of --export-quant-cfg: use safetensors_dist "
         "or torch_dist": lambda c: (
