@@ -37,6 +37,7 @@ from megatron.core.parallel import parallel_state
 from megatron.core.parallel.communicators import end_group_threads_at_exit
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.schedules import graphs_of
+from megatron.core.quantization.quant_config import text_of_globs
 from megatron.core.rerun.faults import steps_to_skip
 from megatron.core.rerun.state_machine import destroy_rerun_state_machine
 from megatron.core.tensor_parallel.random import model_parallel_seed
@@ -121,6 +122,7 @@ def configure(
         apply_checkpoint_args(namespace)
     _choose_kind(namespace)
     _read_layers(namespace)
+    namespace.kitchen_config_file = text_of_globs(namespace.kitchen_config_file)
     path = namespace.result_rejected_tracker_filename
     if path is not None and (rejected := steps_to_skip(path)):
         skipped = {*(namespace.iterations_to_skip or ()), *rejected}

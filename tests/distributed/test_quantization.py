@@ -202,6 +202,19 @@ def reloaded(rank: int, world_size: int, load: str, newer: str) -> object:
         return served(rank, world_size, load, True)
 
 
+def test_a_checkpoint_holds_the_globs_of_its_recipes(trained: Path, tmp_path: Path) -> None:
+    file = tmp_path / "globs.yaml"
+    file.write_text('"*.linear_fc2": int8\n"*": none\n')
+    flags = ["--kitchen-config-file", str(file)]
+    saved = calibrated(trained, tmp_path / "save", "int8", *flags)
+    file.write_text('"*.linear_fc2": fp8_dynamic\n"*": none\n')  # scales of the same shapes
+    (answers,) = run_ranks(served, 1, str(saved), True)
+    assert len(answers) == 2
+    run = [*TINY, *MODEL, "--load", str(saved), "--finetune", "--export-quant-cfg", "int8"]
+    (said,) = run_ranks(refusal, 1, [*run, *flags])
+    assert 'kitchen_config_file: {"*.linear_fc2": "int8", "*": "none"} in the checkpoint' in said
+
+
 def test_texts_of_a_file_calibrate_a_model(trained: Path, tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     text = " ".join(str(number * number % 100) for number in range(150))

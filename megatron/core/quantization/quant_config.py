@@ -12,6 +12,7 @@ A file has one of two forms; the first glob that matches the path of a layer dec
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -52,11 +53,32 @@ def layer_recipes(name: str | None, path: str | None) -> LayerRecipes | None:
     return recipe_of
 
 
+def text_of_globs(path: str | None) -> str | None:
+    """Return --kitchen-config-file as a JSON object of globs, which its flag takes too.
+
+    Checkpoints hold it, so that they need no file.
+    """
+    if path is None:
+        return None
+    found = _read(path)
+    chosen: dict[str, str] = {}
+    for matcher in found.matchers:
+        if isinstance(matcher, GlobMatcher):  # others were refused
+            chosen.setdefault(matcher.pattern, found.configs[matcher.config_key])
+    return json.dumps(chosen)
+
+
+def is_text_of_globs(value: object) -> bool:
+    """Return whether a value of --kitchen-config-file is that of `text_of_globs`."""
+    return isinstance(value, str) and value.startswith("{")
+
+
 def _read(path: str) -> RecipeConfig:
     what = f"--kitchen-config-file {path}"
     yaml = require("yaml", "--kitchen-config-file")
     try:
-        given = yaml.safe_load(read_text(path, what, ConfigError))
+        text = path if is_text_of_globs(path) else read_text(path, what, ConfigError)
+        given = yaml.safe_load(text)
         if "matchers" not in given:
             matchers = [GlobMatcher(str(glob), str(key)) for glob, key in given.items()]
             found = RecipeConfig(matchers, {m.config_key: m.config_key for m in matchers})

@@ -88,7 +88,8 @@ def folder_of_base(named: BaseModel, given: str | None, adapters: Path) -> str |
     if named.folder is not None and format_of(Path(named.folder)) is None:
         raise CheckpointError(
             f"{adapters} holds adapters alone; their base {named.folder} is not there: give its "
-            "directory with --pretrained-checkpoint"
+            "directory with --pretrained-checkpoint; a program without this flag needs one model, "
+            "which tools/checkpoint/convert.py writes with --base"
         )
     return named.folder
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.dist_checkpointing.plain_values import plain
+from megatron.core.quantization.quant_config import is_text_of_globs
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, layer_pattern
 from megatron.core.transformer.spec_utils import reason_not_own_spec
 from megatron.training.arguments.derive import DERIVATIONS
@@ -134,7 +135,7 @@ NOT_COMPARED = frozenset(
     model_kind encoder_num_layers group_query_attention use_rotary_position_embeddings
     add_position_embedding apply_query_key_layer_scaling moe_token_dispatcher_type
     moe_grouped_gemm moe_router_dtype is_hybrid_model encoder_seq_length padded_vocab_size
-    vocab_size heterogeneous_layers_config_path kitchen_config_file
+    vocab_size heterogeneous_layers_config_path
     """.split()
 )
 # Flags that also change names or shapes of tensors; --dist-ckpt-strictness compares those.
@@ -144,7 +145,7 @@ SHOWN_BY_TENSORS = frozenset(
     qk_layernorm untie_embeddings_and_output_weights bert_binary_head mtp_num_layers num_experts
     moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size
     moe_shared_expert_gate moe_router_enable_expert_bias q_lora_rank kv_lora_rank
-    hybrid_override_pattern export_quant_cfg
+    hybrid_override_pattern export_quant_cfg kitchen_config_file
     """.split()
 ) | {*HEADS}
 # Flags that --finetune may change: the model is trained for longer contexts.
@@ -212,19 +213,18 @@ def without_code_and_paths(stored: Arguments, given: Mapping[str, object]) -> Js
     """
     out = dict(stored)
     spec = stored.get("spec")
-    # Older checkpoints contain the path of the description of layers, newer ones its text.
+    # Older checkpoints contain the path of the description of layers, newer ones its text; those
+    # of Megatron-LM a path of recipes.
     has_layers = stored.get(_LAYERS_PATH) and not stored.get(
         "heterogeneous_layers_config_encoded_json"
     )
+    recipes = stored.get(_QUANTIZATION_PATH)
+    has_recipes = recipes and not is_text_of_globs(recipes)
     for name, flag, problem in (
         ("spec", "--spec MODULE ATTRIBUTE", reason_not_own_spec(spec) if spec else None),
         (_LAYERS_PATH, "--heterogeneous-layers-config-path", _OUTSIDE if has_layers else None),
         (_AUDIO_PATH, "--audio-encoder-model", _OUTSIDE if stored.get(_AUDIO_PATH) else None),
-        (
-            _QUANTIZATION_PATH,
-            "--kitchen-config-file",
-            _OUTSIDE if stored.get(_QUANTIZATION_PATH) else None,
-        ),
+        (_QUANTIZATION_PATH, "--kitchen-config-file", _OUTSIDE if has_recipes else None),
     ):
         if problem is not None and not given.get(name):
             value = stored[name]
@@ -233,7 +233,7 @@ def without_code_and_paths(stored: Arguments, given: Mapping[str, object]) -> Js
                 f"the checkpoint was saved with {flag.split()[0]} {shown}, which is not taken from "
                 f"it: {problem}; pass {flag} if you trust it"
             )
-        if problem is not None or name in (_LAYERS_PATH, _AUDIO_PATH, _QUANTIZATION_PATH):
+        if problem is not None or name in (_LAYERS_PATH, _AUDIO_PATH):
             out[name] = None
     return out
 
@@ -356,7 +356,7 @@ def compare_models(stored: Arguments, asked: Arguments, *, is_finetuning: bool) 
             line = f"{line}: {_OTHER_TOKENS}"
         elif name in LOGGED:
             group = "logged"
-        elif name == _RECIPE and None not in (theirs[name], mine[name]):
+        elif name in (_RECIPE, _QUANTIZATION_PATH) and None not in (theirs[name], mine[name]):
             may_finetune = False  # scales of equal shapes have another meaning
         elif name in SHOWN_BY_TENSORS:
             group = "shown"

@@ -39,6 +39,7 @@ from megatron.training.checkpointing.base_model import (
 )
 from megatron.training.checkpointing.paths import find, resolve_folder
 from megatron.training.checkpointing.save import CHECKPOINT_VERSION
+from megatron.training.config.quantization import QuantizationFlags
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import draft_heads, hf, hf_folder, onnx, peft, trtllm
 from megatron.training.conversion.family import Family
@@ -182,8 +183,10 @@ def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
 
 def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     weights, heads = draft_heads.split(source.weights)
-    saved = source.args.get("export_quant_cfg")
-    run = run_config({**draft_heads.as_model(source.args), "export_quant_cfg": None})
+    flags = ("export_quant_cfg", "kitchen_config_file")
+    recipe, globs = (source.args.get(name) for name in flags)
+    saved = QuantizationFlags(export_quant_cfg=recipe, kitchen_config_file=globs).recipes
+    run = run_config({**draft_heads.as_model(source.args), **dict.fromkeys(flags)})
     vocab_size = 1 if model_kind_of(run).classifies_images else vocab_size_of(source, wanted)
     quant = quantization_of(wanted.quant, wanted.quant_form, weights, saved)
     weights = {name: tensor for name, tensor in weights.items() if BUFFER not in name}

@@ -35,6 +35,7 @@ from megatron.core.quantization.formats import (
     pack_int4,
     scales_of,
 )
+from megatron.core.quantization.quant_config import LayerRecipes
 from megatron.core.tensor_parallel.layers import Linear
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion.family import Family
@@ -67,20 +68,29 @@ class Quantization:
 
 
 def quantization_of(
-    name: str | None, form: str, weights: Mapping[str, LazyTensor], saved: object
+    name: str | None, form: str, weights: Mapping[str, LazyTensor], recipe_of: LayerRecipes | None
 ) -> Quantization | None:
     """Return the quantization that --quant asks for or the checkpoint has, or None.
 
-    ``saved``: the recipe of a calibrated checkpoint.  Raises CheckpointError.
+    ``recipe_of``: the recipes of a calibrated checkpoint.  Raises CheckpointError.
     """
     buffers = {key: tensor for key, tensor in weights.items() if BUFFER + "weight_scale" in key}
     if buffers:
         buffers |= {key: t for key, t in weights.items() if BUFFER + "input_scale" in key}
+        layers = {key.partition(BUFFER)[0] for key in buffers}
+        recipes = {recipe_of(layer) if recipe_of else None for layer in layers}
+        saved = " and ".join(sorted(recipe.name if recipe else "none" for recipe in recipes))
+        if len(recipes) > 1:
+            raise CheckpointError(
+                f"the checkpoint is calibrated for {saved} by --kitchen-config-file: the layers of "
+                "a Hugging Face folder are written by one recipe; calibrate for one, or serve the "
+                "checkpoint itself"
+            )
         if name not in (None, saved):
             raise CheckpointError(
                 f"--quant {name}: the checkpoint is calibrated for {saved}; leave --quant out"
             )
-        name = str(saved)
+        name = saved
     if name is None:
         return None
     if name not in RECIPES:
@@ -106,7 +116,7 @@ def quantize(
     """
     layers: dict[str, list[LazyTensor]] = {}
     by_name = {tensor.name: tensor for tensor in tensors}
-    for name in _layers_of(run, shape, wanted.recipe):
+    for name in _layers_of(run, shape, wanted):
         rule = family.rule(name, shape)
         for index, theirs in enumerate(rule.theirs):
             _check(by_name.get(theirs), theirs, rule, wanted)
@@ -146,15 +156,20 @@ def modelopt_file(settings: JsonObject) -> JsonObject:
     return {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": inside}
 
 
-def _layers_of(run: RunConfig, shape: ModelShape, recipe: Recipe) -> Iterator[str]:
-    """Yield our name of the weight of each linear layer that the recipe quantizes."""
+def _layers_of(run: RunConfig, shape: ModelShape, wanted: Quantization) -> Iterator[str]:
+    """Yield our name of the weight of each linear layer that is quantized.
+
+    These are the layers with scales, else those of the recipe.
+    """
     for layer in model_on_meta(run, shape.vocab_size).modules():
         if not isinstance(layer, Linear) or layer.weight is None:
             continue
         info = info_of(layer.weight)
-        if not info.is_embedding_or_output and not any(
-            fnmatchcase(info.name, pattern) for pattern in recipe.skipped
-        ):
+        scale = info.name.removesuffix(".weight") + BUFFER + "weight_scale"
+        is_skipped = info.is_embedding_or_output or any(
+            fnmatchcase(info.name, pattern) for pattern in wanted.recipe.skipped
+        )
+        if scale in wanted.buffers if wanted.buffers else not is_skipped:
             yield info.name
 
 

@@ -108,7 +108,8 @@ def test_scales_of_a_calibrated_checkpoint_are_used(source: Path, tmp_path: Path
     found = read_folder(source)
     args = default_args() | found.args(source, source) | {"export_quant_cfg": "fp8"}
     layer = "decoder.layers.0.self_attention.linear_qkv"
-    names = [name for name in found.tensors if "linear_" in name and name.endswith(".weight")]
+    args["kitchen_config_file"] = '{"*.layers.1.*": "none"}'
+    names = [name for name in found.tensors if "layers.0." in name and "linear_" in name]
     buffers = {
         f"{name.removesuffix('weight')}quantizer.{own}": torch.full((1, 1), value)
         for name in names
@@ -128,8 +129,13 @@ def test_scales_of_a_calibrated_checkpoint_are_used(source: Path, tmp_path: Path
         assert held[f"{name}weight_scale"].tolist() == [0.5]
         assert held[f"{name}input_scale"].tolist() == [0.25]
     assert f"{layer}.weight" in names
+    assert not any("layers.1." in name and "scale" in name for name in held)
     with pytest.raises(CheckpointError, match="--quant int8: the checkpoint is calibrated for fp8"):
         convert(replace(request, target=tmp_path / "no", quant="int8"), lambda text: None)
+    args["kitchen_config_file"] = '{"*.linear_qkv": "int8"}'
+    write_checkpoint(replace(calibrated, args=args), replace(ours, target=tmp_path / "two"), print)
+    with pytest.raises(CheckpointError, match="calibrated for fp8 and int8 by --kitchen-config"):
+        convert(replace(request, source=tmp_path / "two", target=tmp_path / "no"), print)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from megatron.core.quantization.formats import (
     values_of,
 )
 from megatron.core.quantization.observers import OBSERVERS, ObserverKind, RangeObserver
-from megatron.core.quantization.quant_config import LayerRecipes, layer_recipes
+from megatron.core.quantization.quant_config import LayerRecipes, layer_recipes, text_of_globs
 from megatron.core.quantization.quantizer import attach_quantizers, quantized_layers
 from tests.support.one_process import one_process_groups
 from tests.unit.models.test_gpt_model import LENGTH, VOCABULARY, build
@@ -185,6 +185,8 @@ def test_globs_choose_the_recipe_of_each_layer(trained: GPTModel, tmp_path: Path
     assert recipes is not None
     names = [recipes(f"decoder.layers.0.self_attention.{n}") for n in ("linear_qkv", "linear_proj")]
     assert names == [RECIPES["int4_awq"], None]
+    assert text_of_globs(str(file)) == '{"*.linear_qkv": "int4_awq"}'
+    assert text_of_globs('{"*.linear_qkv": "int4_awq"}') == '{"*.linear_qkv": "int4_awq"}'
 
 
 @pytest.mark.parametrize(
