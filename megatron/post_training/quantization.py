@@ -35,6 +35,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.loaders import make_loader
 from megatron.training.initialize import create_context, install_groups
+from megatron.training.models.registry import model_kind_of
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.context import RunContext
 from megatron.training.runtime.setup import build_model_chunks, build_stage
@@ -115,6 +116,12 @@ def _samples(run: RunContext, num_samples: int) -> Any:
     if path is None:
         train, *_ = build_datasets(run, (num_samples, 0, 0))
         return train
+    kind = model_kind_of(run.config)
+    if not kind.writes_text or kind.has_encoder or kind.reads_images:
+        raise ConfigError(
+            f"--calib-data {path}: rows of text calibrate models like GPT, not {kind.title}; give "
+            "training samples by --data-path"
+        )
     return TextRows(path, num_samples, run)
 
 

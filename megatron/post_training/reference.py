@@ -89,8 +89,9 @@ def score(
     def forward_step(data: Iterator[Any] | None, model: nn.Module) -> tuple[Any, Any]:
         batch = next_batch(run, data, model)
 
-        def reported(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            none = output.new_zeros(())
+        def reported(output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            first: Tensor = output[0] if isinstance(output, tuple) else output  # BERT has two
+            none = first.new_zeros(())
             return none, none + 1, report(batch, output)
 
         return apply(model, batch), reported

@@ -215,6 +215,18 @@ def test_a_checkpoint_holds_the_globs_of_its_recipes(trained: Path, tmp_path: Pa
     assert 'kitchen_config_file: {"*.linear_fc2": "int8", "*": "none"} in the checkpoint' in said
 
 
+def test_bert_is_calibrated_by_training_samples(tmp_path: Path) -> None:
+    bert = ["--model-kind", "bert"]
+    run_gpt(tmp_path / "log", *bert, "--save", str(tmp_path / "bert"), "--train-iters", "1")
+    saved = calibrated(tmp_path / "bert", tmp_path / "save", "int8_sq", *bert)
+    scales = [key for key in tensors_of(saved) if key.endswith("input_scale")]
+    assert sum(key.startswith("encoder.layers.") for key in scales) == 8
+    argv = [*CALIBRATION, *bert, "--load", str(tmp_path / "bert"), "--save", str(tmp_path / "no")]
+    argv += ["--export-quant-cfg", "fp8", "--calib-data", "texts.jsonl"]
+    (said,) = run_ranks(quantize, 1, argv)
+    assert "rows of text calibrate models like GPT, not BERT" in said
+
+
 def test_texts_of_a_file_calibrate_a_model(trained: Path, tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     text = " ".join(str(number * number % 100) for number in range(150))

@@ -183,6 +183,8 @@ def _from_codes(parts: _Parts, settings: Mapping[str, Any]) -> _Decoded:
         _check(stored, torch.int32, (rows, -(-columns * bits // 32)))
     elif stored.dtype == torch.uint8:
         columns = 2 * columns
+        if _part(parts, *_SCALES).dtype in _FLOAT8:
+            _part(parts, "weight_global_scale", "weight_scale_2")
     elif stored.dtype != torch.int8 and stored.dtype not in _FLOAT8:
         raise CheckpointError(f"{stored.name} is {stored.dtype}: no known codes are")
     scale = _part(parts, *_SCALES)

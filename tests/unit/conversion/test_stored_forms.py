@@ -274,6 +274,7 @@ SCALES_OF_MODELOPT = ("weight_scale", "input_scale")
         ("int4", {"weight_shape": torch.tensor([32, 0])}, "a.weight_shape has 0 columns"),
         ("int4", {"weight_scale": torch.ones(32, 5)}, r"asks for torch.float32 \[1, 1\]"),
         ("nvfp4", {"weight_packed": None}, "no codes of a"),
+        ("nvfp4", {"weight_global_scale": None}, "and no weight_global_scale"),
         ("fp8", {"weight": torch.ones(2, 2, dtype=torch.int16)}, "is torch.int16: no known codes"),
     ],
 )
