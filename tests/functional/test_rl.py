@@ -41,6 +41,12 @@ def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
                 assert value == pytest.approx(other[key], abs=2e-5), (line["iteration"], key)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The metrics of six steps on one rank, without further flags."""
+    return run_rl(tmp_path_factory.mktemp("plain"))
+
+
 @pytest.mark.feature("RL: GRPO with rollouts by the engine of the run raises the reward")
 def test_the_reward_rises(tmp_path: Path) -> None:
     flags = "--train-iters 30 --lr 1e-2 --min-lr 1e-2 --micro-batch-size 16 --global-batch-size 64"
@@ -58,7 +64,9 @@ def reward(prompt, answer):
 """
 
 
-def test_a_function_of_a_file_trains_as_the_environment_that_it_replaces(tmp_path: Path) -> None:
+def test_a_function_of_a_file_trains_as_the_environment_that_it_replaces(
+    plain: list[dict[str, Any]], tmp_path: Path
+) -> None:
     (tmp_path / "rewards.py").write_text(ECHO_FUNCTION)
     rows = [{"prompt": prompt} for prompt in Echo().prompts]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -68,7 +76,7 @@ def test_a_function_of_a_file_trains_as_the_environment_that_it_replaces(tmp_pat
     }
     entry = {"agent_type": "functions", "agent_args": arguments}
     found = run_rl(tmp_path / "function", env=[entry])
-    assert numbers(found) == numbers(run_rl(tmp_path / "class"))
+    assert numbers(found) == numbers(plain)
 
 
 DEFAULT = (
@@ -80,18 +88,19 @@ DEFAULT = (
 
 @pytest.mark.feature("RL: GRPO computes the same in every layout")
 @pytest.mark.parametrize("name", selection.only(DEFAULT, LAYOUTS))
-def test_layouts_train_alike(name: str, tmp_path: Path) -> None:
+def test_layouts_train_alike(name: str, plain: list[dict[str, Any]], tmp_path: Path) -> None:
     world_size, flags = LAYOUTS[name]
-    layers = flags.split() if "--num-layers" in flags else []
-    alone = run_rl(tmp_path / "alone", *layers[layers.index("--num-layers") :] if layers else ())
-    found = run_rl(tmp_path / "layout", *flags.split(), world_size=world_size)
+    words = flags.split()
+    alone = plain
+    if "--num-layers" in words:
+        alone = run_rl(tmp_path / "alone", *words[words.index("--num-layers") :])
+    found = run_rl(tmp_path / "layout", *words, world_size=world_size)
     compare(found, alone)
 
 
-def test_padding_changes_nothing(tmp_path: Path) -> None:
-    short = run_rl(tmp_path / "short")
+def test_padding_changes_nothing(plain: list[dict[str, Any]], tmp_path: Path) -> None:
     flags = ["--seq-length", "100", "--max-position-embeddings", "100"]
-    compare(run_rl(tmp_path / "long", *flags), short)
+    compare(run_rl(tmp_path / "long", *flags), plain)
 
 
 def test_experts_train_alike_with_and_without_padding(tmp_path: Path) -> None:
@@ -104,31 +113,31 @@ def test_experts_train_alike_with_and_without_padding(tmp_path: Path) -> None:
 
 
 @pytest.mark.feature("RL: a run goes on inside of a round with the same numbers")
-@pytest.mark.parametrize("step", [3, 4])
-def test_a_resumed_run_has_the_same_numbers(step: int, tmp_path: Path) -> None:
-    save = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
-    flags = ["--grpo-iterations", "2", "--train-iters", "8"]
+def test_a_resumed_run_has_the_same_numbers(tmp_path: Path) -> None:
+    flags = ["--grpo-iterations", "2", "--train-iters", "6"]
     whole = run_rl(tmp_path / "whole", *flags)
-    first = run_rl(tmp_path / "first", *flags, *save, "--exit-interval", str(step))
-    assert numbers(first) == numbers(whole)[:step]
-    rest = run_rl(tmp_path / "rest", *flags, *save)
-    assert [line["iteration"] for line in rest] == list(range(step + 1, 9))
-    assert numbers(rest) == numbers(whole)[step:]
+    for step in (3, 4):  # inside of a round, and after one
+        folder = tmp_path / str(step)
+        save = ["--save", str(folder / "saved"), "--load", str(folder / "saved")]
+        first = run_rl(folder / "first", *flags, *save, "--exit-interval", str(step))
+        assert numbers(first) == numbers(whole)[:step]
+        rest = run_rl(folder / "rest", *flags, *save)
+        assert [line["iteration"] for line in rest] == list(range(step + 1, 7))
+        assert numbers(rest) == numbers(whole)[step:]
 
 
-def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
+def test_a_run_goes_on_in_another_layout(plain: list[dict[str, Any]], tmp_path: Path) -> None:
     save = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
-    flags = ["--train-iters", "6"]
-    whole = run_rl(tmp_path / "whole", *flags)
-    run_rl(tmp_path / "first", *flags, *save, "--exit-interval", "3")
+    run_rl(tmp_path / "first", *save, "--exit-interval", "3")
     tensor = ["--tensor-model-parallel-size", "2"]
-    compare(run_rl(tmp_path / "rest", *flags, *save, *tensor, world_size=2), whole[3:])
+    compare(run_rl(tmp_path / "rest", *save, *tensor, world_size=2), plain[3:])
 
 
-def test_a_run_that_was_killed_in_rollouts_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_in_rollouts_goes_on_with_the_same_numbers(
+    plain: list[dict[str, Any]], tmp_path: Path
+) -> None:
     save = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
-    flags = ["--train-iters", "6", "--save-interval", "1"]
-    whole = run_rl(tmp_path / "whole", *flags)
+    flags = ["--save-interval", "1"]
     killer = {
         "agent_type": "tests.support.rl_environments:Dying",
         "agent_args": {"calls": 40, "marker": str(tmp_path / "marker")},
@@ -137,18 +146,19 @@ def test_a_run_that_was_killed_in_rollouts_goes_on_with_the_same_numbers(tmp_pat
         run_rl(tmp_path / "killed", *flags, *save, env=[killer])
     rest = run_rl(tmp_path / "rest", *flags, *save, env=[killer])
     assert [line["iteration"] for line in rest] == [5, 6]
-    assert numbers(rest) == numbers(whole)[4:]
+    assert numbers(rest) == numbers(plain)[4:]
 
 
 @pytest.mark.feature("RL: evaluations on held-out prompts")
-def test_evaluations_change_nothing_and_are_the_same_in_every_layout(tmp_path: Path) -> None:
+def test_evaluations_change_nothing_and_are_the_same_in_every_layout(
+    plain: list[dict[str, Any]], tmp_path: Path
+) -> None:
     held_out = {"agent_type": ECHO, "agent_args": {"count": 7}, "evaluation_only": True}
     env = [{"agent_type": ECHO}, held_out]
     flags = "--eval-iters 1 --eval-interval 2 --rl-prompts-per-eval 5 --train-iters 4".split()
-    trained = run_rl(tmp_path / "trained", "--train-iters", "4")
     found = run_rl(tmp_path / "evaluated", *flags, env=env)
     steps = [line for line in found if line["kind"] == "step"]
-    assert numbers(steps) == numbers(trained)
+    assert numbers(steps) == numbers(plain)[:4]
     keys = [f"{name} validation" for name in ("reward", "response length", "unfinished responses")]
     evaluated = [[line[key] for key in keys] for line in found if line["kind"] == "validation"]
     assert len(evaluated) == 2
