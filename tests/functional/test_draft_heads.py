@@ -45,6 +45,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "ck")
 
 
+@pytest.fixture(scope="module")
+def plain(model: str) -> Any:
+    """The greedy texts of the model without drafts."""
+    return run_ranks(tokens, 1, model, "ngram", 0)[0][0]
+
+
 def losses(metrics: list[dict[str, Any]]) -> list[list[float]]:
     """Return the losses of each step, that of the model first."""
     return [
@@ -73,7 +79,7 @@ def tokens(rank: int, world_size: int, load: str, kind: DraftKind, count: int) -
 @pytest.mark.feature("Draft heads: the engine drafts by them; greedy text is the same")
 @pytest.mark.parametrize("kind", ["medusa", "eagle3", "mtp"])
 def test_heads_learn_and_the_engine_accepts_what_they_draft(
-    tmp_path: Path, model: str, kind: str
+    tmp_path: Path, model: str, plain: Any, kind: str
 ) -> None:
     start = ["--load", model, "--finetune"]
     own = str(tmp_path / "heads")
@@ -87,7 +93,6 @@ def test_heads_learn_and_the_engine_accepts_what_they_draft(
     others = [name for name in load_file(saved) if not name.startswith(prefix)]
     assert not others, "the base is named, not saved"
 
-    plain, *_ = run_ranks(tokens, 1, model, "ngram", 0)[0]
     draft_model = "mtp" if kind == "mtp" else "heads"
     text, num_drafts, num_accepted = run_ranks(tokens, 2, own, draft_model, 2)[0]
     assert text == plain
