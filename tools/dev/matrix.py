@@ -27,7 +27,7 @@ COVERING = ROOT / "tests/distributed/covering.txt"
 PAIRED = {name: feature for name, feature in FEATURES.items() if feature.is_paired}
 MAX_RANKS = 8
 LOW_PRECISION = ("precision", "reduced in")  # groups compared with larger tolerances
-ORDINARY = 16  # cases of `make test`; `make test-slow` runs the others, each for fewer new pairs
+ORDINARY = 18  # cases of `make test`; `make test-slow` runs the others, each for fewer new pairs
 TESTED, TESTED_SLOWLY, ABSENT, UNTESTED = "T", "t", "-", "?"
 HEAD = """# What combines with what
 

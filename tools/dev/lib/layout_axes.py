@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import prod
 
 BASE = (
-    "--device cpu --hidden-size 32 --num-attention-heads 8 --num-layers {layers} --train-iters 3 "
-    "--mock-data --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --eval-iters 0 "
-    "--num-workers 0 --lr-decay-style constant --log-params-norm --log-num-zeros-in-grad "
-    "--micro-batch-size {micro} --global-batch-size {batch}"
+    "--device cpu --hidden-size 32 --num-attention-heads 8 --num-layers {layers} "
+    "--train-iters {steps} --mock-data --hidden-dropout 0 --attention-dropout 0 --log-interval 1 "
+    "--eval-iters 0 --num-workers 0 --lr-decay-style constant --log-params-norm "
+    "--log-num-zeros-in-grad --micro-batch-size {micro} --global-batch-size {batch}"
 )
 TEXT = (
     "--seq-length {seq} --max-position-embeddings {seq} --tokenizer-type NullTokenizer "
@@ -381,6 +381,15 @@ class Case:
         kept = {name for name in self.features if not FEATURES[name].is_layout}
         return self._words(kept, self.sizes.micro if self.is_of_micro_batch else self.batch)
 
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps: the second reads what the first has updated and stored.
+
+        The third step replays the captured graph, and scales by a history of several steps.
+        """
+        has_third = any(FEATURES[name].group in ("graphs", "codes") for name in self.features)
+        return 3 if has_third else 2
+
     def numbers(self) -> dict[str, object]:
         """Return the values of the names in braces in flags."""
         ranks = self._degree("pp")
@@ -399,6 +408,7 @@ class Case:
             **vars(self.sizes),
             "batch": self.batch,
             "ranks": self.world_size,
+            "steps": self.num_steps,
             "virtual": "" if has_string else f"--num-virtual-stages-per-pipeline-rank {chunks}",
             "layout": f"E|{middle}{'t' * 2 * self.sizes.depth}{ahead}L",
             "first": chunks * (self.sizes.depth + 1),
