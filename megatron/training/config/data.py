@@ -15,6 +15,10 @@ _data = partial(option, group="data and dataloader")
 _sft = partial(option, group="sft")
 
 
+# How a data path that names text ends.
+TEXT_ENDS = (".jsonl", ".json", ".txt", ".text", ".gz", ".zst", ".parquet", ".arrow")
+
+
 def parse_iterations(words: str | None) -> list[int]:
     """Return the iterations of a list such as "1000,2000".  Raises ConfigError."""
     try:

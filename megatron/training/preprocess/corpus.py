@@ -17,17 +17,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from megatron.core.config.errors import DataError, MegatronError
 from megatron.core.datasets.corpus import CorpusProgress, alive_path, shard_prefix
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import DType, get_bin_path, get_idx_path
-from megatron.training.config.data import DataConfig
+from megatron.training.config.data import TEXT_ENDS, DataConfig
 from megatron.training.preprocess.documents import (
     BLOCK_BYTES,
     BadRecord,
@@ -44,8 +45,9 @@ from megatron.training.tokenizer.base import MegatronTokenizer, TokenizerSpec
 from megatron.training.tokenizer.fingerprint import Fingerprint, check_eod
 from megatron.training.tokenizer.tokenizer import create_tokenizer
 
-_ENDS = (".jsonl", ".json", ".txt", ".text", ".gz", ".zst", ".parquet", ".arrow")
 _MOST_BLOCKS = 64  # of a shard; the first shards are smaller, so that training starts early
+_POLL_S = 0.2
+_SIGN_S = 10.0  # between two signs of life
 _NAMED_LINES = 20  # bad lines that the record names; the others are counted
 
 
@@ -98,7 +100,7 @@ def sources_of(
 def is_text(path: str) -> bool:
     """Return whether a data path names text files or a folder of the datasets library."""
     is_folder = os.path.isfile(os.path.join(path, "state.json"))
-    return is_folder or (path.endswith(_ENDS) and not os.path.exists(get_idx_path(path)))
+    return is_folder or (path.endswith(TEXT_ENDS) and not os.path.exists(get_idx_path(path)))
 
 
 def _files_of(path: str) -> list[str]:
@@ -138,12 +140,17 @@ def start(
         "num_workers": num_workers,
         "parent": os.getpid(),
     }
+    # This program, whatever lies in the folder where it was started.
+    paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, paths))
+    env = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     with open(os.path.join(left[0].directory, "log.txt"), "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", __name__, json.dumps(job)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env=env,
             start_new_session=True,
         )
 
@@ -160,18 +167,20 @@ class _TolerantEncoder(BlockEncoder):
 
     def encode(self, block: Block) -> EncodedBlock:
         """Encode the usable records of a block."""
+        try:
+            return _TolerantBlock(**vars(super().encode(block)))
+        except BadRecord:
+            pass
         bad: list[tuple[int, str]] = []
-        lines = block.read().split(b"\n")
-        while True:
-            rest = replace(block, data=b"\n".join(lines))
+        good: list[bytes] = []
+        for number, line in enumerate(block.read().split(b"\n")):
             try:
-                done = super().encode(rest)
+                super().encode(replace(block, data=line))
+                good.append(line)
             except BadRecord as error:
-                # Bad records are found in order, so all that are left out lie before this one.
-                bad.append((error.newlines_before + len(bad), error.reason))
-                del lines[error.newlines_before]
-                continue
-            return _TolerantBlock(**vars(done), bad_lines=bad)
+                bad.append((number, error.reason))
+        done = super().encode(replace(block, data=b"\n".join(good)))
+        return _TolerantBlock(**vars(done), bad_lines=bad)
 
 
 class _Writer:
@@ -182,7 +191,7 @@ class _Writer:
     ) -> None:
         self.source = source
         self.progress = CorpusProgress.read(source.directory) or CorpusProgress(key=source.key())
-        self.record_format = RecordFormat((source.text_key,))
+        self.record_format = RecordFormat((source.text_key,), keys_flag="--data-text-key")
         self.num_workers = num_workers
         self.dtype = DType.optimal_dtype(tokenizer.vocab_size)
         self.encoder = _TolerantEncoder(
@@ -195,8 +204,10 @@ class _Writer:
         )
 
     def shards(self) -> Iterator[None]:
-        """Write the shards that are not finished."""
+        """Write the shards that are not finished.  Raises DataError if no first record is good."""
         progress, source = self.progress, self.source
+        if progress.is_complete:
+            return
         progress.error = None
         progress.write(source.directory)
         separator = self.record_format.separator(source.inputs[0])
@@ -216,7 +227,6 @@ class _Writer:
     def _encoded(self, pairs: Iterator[tuple[Block, EncodedBlock]]) -> Iterator[EncodedBlock]:
         progress = self.progress
         for block, encoded in pairs:
-            Path(alive_path(self.source.directory)).touch()
             assert isinstance(encoded, _TolerantBlock), "the encoder is a _TolerantEncoder"
             for newlines, reason in encoded.bad_lines:
                 progress.num_bad_lines += 1
@@ -234,6 +244,10 @@ class _Writer:
         for encoded in part:
             builder.add_documents(*encoded.texts[self.source.text_key])
             progress.num_documents += encoded.num_documents
+        if progress.bad_lines and not progress.num_documents:
+            raise DataError(
+                f"no record of its first {len(part)} blocks is usable: {progress.bad_lines[0]}"
+            )
         builder.finalize(get_idx_path(prefix))
         progress.num_sequences.append(len(IndexedDataset(prefix)))
         progress.next_block += len(part)
@@ -259,39 +273,53 @@ def tokenize(
 ) -> None:
     """Write the shards of all sources in turn, so that each has some early.
 
-    A source that another process writes is left to it.  An error is recorded for its readers.
+    Waits for a source that another process writes, and continues where that one ended.  An error
+    is recorded for its readers.
     """
-    with ExitStack() as stack:
-        left: list[tuple[CorpusSource, Iterator[None]]] = []
-        for source in sources:
-            lock = stack.enter_context(open(os.path.join(source.directory, "lock"), "wb"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(f"{source.directory}: another process writes it", flush=True)
-                continue
-            left.append((source, _shards_of(source, tokenizer, num_workers)))
-        while left:
-            left = [(source, shards) for source, shards in left if _goes_on(source, shards)]
+    left = [(source, _shards_of(source, tokenizer, num_workers)) for source in sources]
+    while left:
+        left = [(source, shards) for source, shards in left if _goes_on(source, shards)]
 
 
 def _shards_of(
     source: CorpusSource, tokenizer: MegatronTokenizer, num_workers: int
 ) -> Iterator[None]:
-    yield from _Writer(source, tokenizer, num_workers).shards()
+    with open(os.path.join(source.directory, "lock"), "wb") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_POLL_S)
+                yield
+        yield from _Writer(source, tokenizer, num_workers).shards()
 
 
 def _goes_on(source: CorpusSource, shards: Iterator[None]) -> bool:
     """Write one shard; return False after the last, and after an error, which is recorded."""
     try:
         return next(shards, StopIteration) is None
-    except (MegatronError, OSError, MemoryError) as error:
+    except Exception as error:
+        # Record any error: the readers would wait for a process that is gone.
+        is_foreseen = isinstance(error, MegatronError | OSError | MemoryError)
+        text = str(error) if is_foreseen else repr(error)
         progress = CorpusProgress.read(source.directory) or CorpusProgress(key=source.key())
-        progress.error = str(error)
+        progress.error = text
         progress.error_at_s = time.time()
         progress.write(source.directory)
-        print(f"{source.path}: {error}", flush=True)
+        print(f"{source.path}: {text}", flush=True)
+        if not is_foreseen:
+            raise
         return False
+
+
+def _give_signs(directories: Sequence[str]) -> None:
+    """Touch the files that say that this process lives, also while a block takes minutes."""
+    while True:
+        for directory in directories:
+            with suppress(OSError):  # of a full disk, for example, which may pass
+                Path(alive_path(directory)).touch()
+        time.sleep(_SIGN_S)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -301,6 +329,8 @@ def main(argv: Sequence[str]) -> None:
     if os.getppid() != job["parent"]:
         return
     sources = [CorpusSource(**{**s, "inputs": tuple(s["inputs"])}) for s in job["sources"]]
+    directories = [source.directory for source in sources]
+    Thread(target=_give_signs, args=(directories,), daemon=True).start()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenize(sources, create_tokenizer(TokenizerSpec(**job["tokenizer"])), job["num_workers"])
 

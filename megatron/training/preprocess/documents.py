@@ -294,6 +294,7 @@ class RecordFormat:
     sample_by: str = "line"
     plain_text: bool | None = None  # None: the file's name decides
     empty_is_error: bool = False  # else blank lines are skipped
+    keys_flag: str = "--json-keys"  # for messages
 
     def is_plain(self, path: str) -> bool:
         """Return whether the file is plain text, whose only key is the first."""
@@ -322,7 +323,7 @@ class RecordFormat:
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 reason = str(error)
                 if isinstance(error, KeyError):
-                    reason = f"the record has no key {error}; name the keys with --json-keys"
+                    reason = f"the record has no key {error}; name it with {self.keys_flag}"
                 elif isinstance(error, json.JSONDecodeError):
                     reason = f"no JSON: {error.msg} at character {error.pos + 1}"
                 raise BadRecord(block, number, reason) from error

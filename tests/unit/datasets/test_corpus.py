@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.config.data import DataConfig
 from megatron.training.preprocess import corpus as writer
 from megatron.training.preprocess.corpus import CorpusSource, _Writer, sources_of, start, tokenize
-from megatron.training.preprocess.documents import RecordFormat
+from megatron.training.preprocess.documents import Block, RecordFormat
 from megatron.training.preprocess.run import PreprocessOptions, preprocess
 from megatron.training.tokenizer.base import MegatronTokenizer, TokenizerSpec
 from megatron.training.tokenizer.tokenizer import create_tokenizer
@@ -139,6 +140,27 @@ class TestShards:
             f"{bad}, line {number}" for number in (2, 3, 303)
         ]
 
+    def test_a_wrong_key_ends_the_run_at_once(
+        self, tmp_path: Path, tokenizer: MegatronTokenizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "other.jsonl"
+        path.write_text('{"body": "1 2 3"}\n' * 500)
+        read: list[int] = []
+        texts = RecordFormat.texts
+
+        def counted(record_format: RecordFormat, block: Block) -> Any:
+            read.append(len(block.read()))
+            return texts(record_format, block)
+
+        monkeypatch.setattr(RecordFormat, "texts", counted)
+        encoder = _Writer(source := source_of(path, tokenizer), tokenizer, 1).encoder
+        encoder.encode(Block(str(path), 0, path.stat().st_size, 0))
+        assert sum(read) <= 3 * path.stat().st_size  # not all again for each bad line
+        opened = Corpus(source.directory, source.path)
+        tokenize([source], tokenizer, 1)
+        with pytest.raises(DataError, match=r"other\.jsonl, line 1: .*'text'; .*--data-text-key"):
+            opened.shard(0)
+
     def test_columns_of_a_folder_of_datasets_are_read(
         self, text: Path, tokenizer: MegatronTokenizer
     ) -> None:
@@ -160,19 +182,25 @@ class TestShards:
         tokenize(sources, tokenizer, 1)
         assert (tokens_of(sources[0].directory) == tokens_of(sources[1].directory)).all()
 
+    @pytest.mark.parametrize("failure", [OSError("no space left"), ValueError("unforeseen")])
     def test_an_error_is_recorded_and_removed_by_the_next_writer(
-        self, text: Path, tokenizer: MegatronTokenizer, monkeypatch: pytest.MonkeyPatch
+        self,
+        text: Path,
+        tokenizer: MegatronTokenizer,
+        monkeypatch: pytest.MonkeyPatch,
+        failure: Exception,
     ) -> None:
         source = source_of(text, tokenizer)
 
         def full(*_: object) -> None:
-            raise OSError("no space left on device")
+            raise failure
 
         with monkeypatch.context() as patch:
             patch.setattr(_Writer, "_write_shard", full)
             opened = Corpus(source.directory, source.path)
-            tokenize([source], tokenizer, 1)
-        with pytest.raises(DataError, match=r"text\.jsonl cannot be tokenized: no space left"):
+            with suppress(ValueError):
+                tokenize([source], tokenizer, 1)
+        with pytest.raises(DataError, match=rf"text\.jsonl cannot be tokenized: .*{failure}"):
             opened.shard(0)
         tokenize([source], tokenizer, 1)
         assert opened.shard(0) is not None
@@ -276,8 +304,13 @@ class TestSamples:
             order.pieces(0)
 
 
-def test_a_process_of_its_own_tokenizes(text: Path, tokenizer: MegatronTokenizer) -> None:
+def test_a_process_of_its_own_tokenizes(
+    text: Path, tokenizer: MegatronTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = source_of(text, tokenizer)
+    (text.parent / "megatron").mkdir()
+    (text.parent / "megatron" / "__init__.py").write_text("1 / 0  # another program")
+    monkeypatch.chdir(text.parent)
     spec = TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY)
     process = start([source], spec, 1)
     assert process is not None
@@ -292,19 +325,29 @@ def test_a_damaged_record_is_reported(tmp_path: Path) -> None:
         CorpusProgress.read(str(tmp_path))
 
 
-def test_two_writers_do_not_write_one_source(
-    text: Path, tokenizer: MegatronTokenizer, capsys: pytest.CaptureFixture[str]
+def test_a_writer_waits_for_another_one_and_continues_behind_it(
+    text: Path, tokenizer: MegatronTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = source_of(text, tokenizer)
+    waits: list[float] = []
+    with open(Path(source.directory) / "lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        writer.CorpusProgress(key=source.key()).write(source.directory)
+        first = _Writer(source, tokenizer, 1).shards()
 
-    def second(*_: object) -> Iterator[None]:
-        tokenize([source], tokenizer, 1)
-        yield from ()
+        def wait(seconds: float) -> None:
+            """The other writer ends, as if it was killed, after two shards."""
+            waits.append(seconds)
+            if len(waits) == 3:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+            else:
+                next(first)
 
-    original, writer._shards_of = writer._shards_of, second
-    try:
+        monkeypatch.setattr(writer.time, "sleep", wait)
         tokenize([source], tokenizer, 1)
-    finally:
-        writer._shards_of = original
-    assert "another process writes it" in capsys.readouterr().out
-    assert CorpusProgress.read(source.directory) is None
+    assert len(waits) == 3
+    progress = CorpusProgress.read(source.directory)
+    assert progress is not None
+    assert progress.is_complete
+    assert sum(progress.num_sequences) == 400
+    assert progress.error is None
