@@ -306,9 +306,10 @@ def fine_tuning(ns: Namespace) -> None:
 
 
 def data_sources(ns: Namespace) -> Iterator[str]:
-    """Set --split to 969, 30, 1 for --data-path and --data-args-path, if it is not given."""
-    flag = "--data-path" if ns.data_path is not None else "--data-args-path"
-    if (ns.data_path is not None or ns.data_args_path is not None) and ns.split is None:
+    """Set --split to 969, 30, 1 for data of all splits, if it is not given."""
+    flags = "--data-path", "--data-args-path", "--phase-data-args-path"
+    flag = next((f for f in flags if getattr(ns, f[2:].replace("-", "_")) is not None), None)
+    if flag is not None and ns.split is None:
         ns.split = "969, 30, 1"
         yield f"--split is not given: {flag} is split into train, valid, test as {ns.split}"
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from glob import glob
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.core.config.errors import ConfigError, DataError, MissingDependency
 from megatron.core.datasets.tar_shards import shard_paths
+from megatron.training.config.data import TEXT_ENDS
 from megatron.training.config.preference import reads_conversations
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.models.registry import model_kind
@@ -103,6 +105,8 @@ def missing_files(args: Namespace) -> list[str]:
             else:
                 paths = () if "://" in prefix else (f"{prefix}.idx", f"{prefix}.bin")
                 gone = [path for path in paths if not Path(path).is_file()]
+                if prefix.endswith(TEXT_ENDS) and len(gone) == 2:
+                    gone = [] if glob(prefix) else ["such text"]
             if gone:
                 found = ", ".join(gone[:3])
                 missing.append(f"{_flag(name)} {prefix}: not on this machine: {found}")

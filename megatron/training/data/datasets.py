@@ -93,6 +93,11 @@ def _build_phases(
     data, batch = run.config.data, run.batches.global_batch_size_wanted
     total, *others = num_samples
     assert total is not None, "checks require iterations"
+    if (read := run.state.consumed_train_samples) != (wanted := run.state.iteration * batch):
+        raise ConfigError(
+            f"--global-batch-size {batch}: the checkpoint has read {read} samples, not {wanted}: "
+            "its phases of --phase-transition-iterations began elsewhere; keep its batch size"
+        )
     starts = [0, *(i * batch for i in parse_iterations(data.phase_transition_iterations))]
     ends = [*starts[1:], max(total, starts[-1] + 1)]
     paths = data.phase_data_args_path

@@ -171,3 +171,11 @@ def test_missing_files_are_reported_beside_everything_else(conflict: str, status
         "--data-path b: not on this machine: b.idx, b.bin",
     ):
         assert f"  - {told}" in lines
+
+
+def test_text_is_no_prefix(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    paths = f"{tmp_path}/a.jsonl {tmp_path}/*.jsonl {tmp_path}/b.jsonl"
+    _, lines = report(f"--data-path {paths}", without=("--mock-data",))
+    missing = [line for line in lines if "machine" in line]
+    assert missing == [f"  - --data-path {tmp_path}/b.jsonl: not on this machine: such text"]

@@ -183,6 +183,9 @@ def test_data_are_split_by_default_with_a_warning() -> None:
     run = run_of("--data-args-path file", without=("--mock-data",))
     assert run.data.split == "969, 30, 1"
     assert any("--split is not given: --data-args-path is split" in w for w in run.warnings)
+    phases = "--phase-transition-iterations 1 --phase-data-args-path a b"
+    run = run_of(phases, without=("--mock-data",))
+    assert run.data.split == "969, 30, 1"
 
 
 def test_an_inverted_flag_reaches_its_field() -> None:

@@ -75,6 +75,9 @@ _PHASES = first_of(
         "each phase, one more than there are transitions": _find_unequal_phases,
         "--phase-transition-iterations needs one global batch size and a number of iterations: "
         "leave {found} out": given("--rampup-batch-size --train-samples --epochs"),
+        "--phase-transition-iterations: {found} would mix its phases; leave it out": lambda c: (
+            c.dataloader_type == "cyclic" and "--dataloader-type cyclic"
+        ),
     },
 )
 
