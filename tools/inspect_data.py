@@ -35,7 +35,9 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.optional import require
 from megatron.core.progress import Progress
 from megatron.training.arguments.tokenizer_flags import _add_tokenizer_args
+from megatron.training.config.data import DataConfig
 from megatron.training.preprocess.cli import run_tool
+from megatron.training.preprocess.corpus import sources_of
 from megatron.training.tokenizer.base import MegatronTokenizer, TokenizerSpec
 from megatron.training.tokenizer.tokenizer import create_tokenizer
 
@@ -106,6 +108,7 @@ def print_samples(
     args: argparse.Namespace, blend: tuple[list[str], Any], tokenizer: MegatronTokenizer
 ) -> None:
     """Print samples of the training data as a run reads them."""
+    sources = sources_of(blend[0], DataConfig(data_cache_path=args.data_cache_path), tokenizer)
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -115,7 +118,8 @@ def print_samples(
         tokenizer=tokenizer,
         create_attention_mask=False,
         eod_mask_loss=args.eod_mask_loss,
-        index_free=args.index_free,
+        index_free=args.index_free or bool(sources),
+        corpora={source.path: source.directory for source in sources},  # that a run has tokenized
     )
     sizes = [args.train_samples, 0, 0]
     train: Any = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]

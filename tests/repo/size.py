@@ -64,7 +64,7 @@ BUDGETS: dict[str, int] = {
     "training/fault_tolerance": 16550,
     "training/models": 9350,
     "training/planning": 10400,
-    "training/preprocess": 9550,
+    "training/preprocess": 9800,
     "training/process": 4400,
     "training/runtime": 4000,
     "training/step": 5400,

@@ -299,18 +299,20 @@ def _goes_on(source: CorpusSource, shards: Iterator[None]) -> bool:
     """Write one shard; return False after the last, and after an error, which is recorded."""
     try:
         return next(shards, StopIteration) is None
-    except Exception as error:
-        # Record any error: the readers would wait for a process that is gone.
-        is_foreseen = isinstance(error, MegatronError | OSError | MemoryError)
-        text = str(error) if is_foreseen else repr(error)
-        progress = CorpusProgress.read(source.directory) or CorpusProgress(key=source.key())
-        progress.error = text
-        progress.error_at_s = time.time()
-        progress.write(source.directory)
-        print(f"{source.path}: {text}", flush=True)
-        if not is_foreseen:
-            raise
+    except (MegatronError, OSError, MemoryError) as error:
+        _record_error(source, str(error))
         return False
+    except Exception as error:  # the readers would wait for a process that is gone
+        _record_error(source, repr(error))
+        raise
+
+
+def _record_error(source: CorpusSource, text: str) -> None:
+    progress = CorpusProgress.read(source.directory) or CorpusProgress(key=source.key())
+    progress.error = text
+    progress.error_at_s = time.time()
+    progress.write(source.directory)
+    print(f"{source.path}: {text}", flush=True)
 
 
 def _give_signs(directories: Sequence[str]) -> None:

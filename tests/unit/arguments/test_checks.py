@@ -217,6 +217,9 @@ VALUES = dict.fromkeys([*HALVES, *FRACTIONS], "0.5") | {
     "hybrid_override_pattern": "MM",
     "moe_layer_freq": "2",
     "dpo_label_smoothing": "0.4",
+    "fim_rate": "0.4",
+    "fim_spm_rate": "0.4",
+    "fim_fragment_rate": "0.4",
 }
 BESIDE = {
     "error_injection_rate": "--rerun-mode disabled",

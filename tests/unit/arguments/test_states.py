@@ -118,8 +118,12 @@ def attributes_read() -> set[str]:
                 ast.unparse, node.decorator_list
             ):
                 properties.setdefault(node.name, set()).update(read_in(node))
-    for name in names & properties.keys():
-        names |= properties[name]
+    left = names & properties.keys()
+    while left:  # a property may read another one
+        names |= set().union(*(properties[name] for name in left))
+        for name in left:
+            del properties[name]
+        left = names & properties.keys()
     return names
 
 

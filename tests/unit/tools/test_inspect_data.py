@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.errors import ConfigError
+from megatron.training.config.data import DataConfig
+from megatron.training.preprocess.corpus import sources_of, tokenize
+from megatron.training.tokenizer.base import TokenizerSpec
+from megatron.training.tokenizer.tokenizer import create_tokenizer
 from tests.support.dataset_files import dataset, write
 from tools.inspect_data import main
 
@@ -57,6 +61,24 @@ def test_a_sample_of_a_blend_names_its_source(
     flags = [*data, "--train-samples", "8", "--seq-length", "8", "--split", "1", *NULL]
     text = run(capsys, "sample", *map(str, range(8)), *flags)
     assert text.count(f"of {prefixes[0]}\n") == text.count(f"of {prefixes[1]}\n") == 4
+
+
+def test_a_sample_of_text_that_a_run_has_tokenized(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_text("".join(f'{{"text": "{i} {i + 1} {i + 2}"}}\n' for i in range(0, 90, 3)))
+    tokenizer = create_tokenizer(TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=511))
+    (source,) = sources_of([str(text)], DataConfig(), tokenizer)
+    Path(source.directory).mkdir(parents=True)
+    tokenize([source], tokenizer, 1)
+    capsys.readouterr()
+    flags = ["--data-path", str(text), "--seq-length", "8", "--split", "1", *NULL]
+    shown = run(capsys, "sample", "0", *flags)
+    assert f"sample 0 of {text}" in shown
+    words = [w for line in shown.splitlines()[1:] if line[:2] != "--" for w in line.split()]
+    assert len(words) == 8
+    assert set(map(int, words)) <= {*range(90), EOD}
 
 
 def test_a_document_is_text(prefixes: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,8 @@ _PHASES = first_of(
     {
         "{found}": lambda c: refusal(parse_iterations, c.phase_transition_iterations),
         "--phase-data-args-path needs --phase-transition-iterations, where its phases begin": None,
+        "--phase-transition-iterations: only pretraining of a left-to-right language model on data "
+        "files has phases; leave it out": lambda c: not c.reads_documents,
         "--phase-transition-iterations with --phase-data-args-path: {found}; give one file for "
         "each phase, one more than there are transitions": _find_unequal_phases,
         "--phase-transition-iterations needs one global batch size and a number of iterations: "

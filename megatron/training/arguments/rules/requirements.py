@@ -18,7 +18,6 @@ from megatron.training.arguments.rules.rule import Settings, needs
 from megatron.training.config.mimo import MimoConfig
 from megatron.training.config.resilience import RESTART_FLAGS
 from megatron.training.config.rl import RL_FLAGS
-from megatron.training.config.run import PRETRAINING
 from megatron.training.config.vision import ImageClassifierConfig, VisionConfig
 
 
@@ -157,12 +156,8 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
         _optimizer_of_vectors(c) not in ("adam", "sgd")
     ),
     f"--optimizer muon | {' '.join(_MUON)}": lambda c: "muon" in c.optimizer,
-    "pretraining of a left-to-right language model on data files | index_free "
-    "phase_transition_iterations phase_data_args_path fim_data pack_documents": lambda c: (
-        c.objective == PRETRAINING
-        and not (c.mock_data or c.dataset_type)
-        and not (c.kind.masks_tokens or c.kind.reads_images or c.kind.classifies_images)
-    ),
+    "pretraining of a left-to-right language model on data files | "
+    "index_free fim_data pack_documents": lambda c: c.reads_documents,
     "--optimizer muon and --tensor-model-parallel-size of 2 or more | muon_tp_mode": lambda c: (
         "muon" in c.optimizer and c.tensor_model_parallel_size > 1
     ),

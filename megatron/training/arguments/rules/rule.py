@@ -18,7 +18,7 @@ from megatron.core.config.rule import fields_by_flag, given, is_set
 from megatron.core.distributed.distributed_data_parallel_config import is_fully_sharded
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, layer_pattern
 from megatron.training.arguments.sections import FLAGS_ONLY, SECTIONS, flags_and_defaults
-from megatron.training.config.run import DPO, REWARD, SFT, RunConfig
+from megatron.training.config.run import DPO, PRETRAINING, REWARD, SFT, RunConfig
 from megatron.training.models.kind import ModelKind
 from megatron.training.models.registry import model_kind_of
 
@@ -45,6 +45,17 @@ class Settings(rule.Settings):
     def kind(self) -> ModelKind:
         """Kind of the model."""
         return model_kind_of(self.config)
+
+    @cached_property
+    def reads_documents(self) -> bool:
+        """Whether training reads documents of data files from left to right."""
+        kind = self.kind
+        is_text = not (kind.masks_tokens or kind.reads_images or kind.classifies_images)
+        return (
+            is_text
+            and self.config.objective == PRETRAINING
+            and not (self.mock_data or self.dataset_type)
+        )
 
     @cached_property
     def is_fully_sharded(self) -> bool:
