@@ -109,6 +109,12 @@ def _read(
             if is_of_adapter(key) and not key.startswith(("optimizer.", *_OTHERS))
         }
         lora = lora_of(content.asked)
+    if lora.modules_to_save:
+        raise CheckpointError(
+            f"{folder} has complete modules (--lora-modules-to-save "
+            f"{' '.join(lora.modules_to_save)}), which requests cannot choose: merge it into the "
+            "model, and serve that"
+        )
     if any(_OF_EXPERTS in name for name in tensors):
         raise CheckpointError(
             f"{folder} has adapters of experts, whose rows are not in the order of requests: merge "

@@ -33,6 +33,10 @@ CASES = {
     "context-parallel": ("cp-p2p gqa", ""),
     "multi-token-prediction": ("pp tokens-ahead rope", ""),
     "dora": ("tp sp pp swiglu gqa untied", "--lora-use-dora"),
+    "saved-modules": (
+        "tp sp pp dp zero-1 untied",
+        "--lora-modules-to-save lm_head embed_tokens norm input_layernorm",
+    ),
     "dora-zero-1": (
         "tp dp zero-1 untied",
         "--lora-use-dora --lora-target-modules q_proj linear_proj linear_fc1 lm_head",
@@ -71,6 +75,7 @@ DEFAULT = (
     "latent-attention",
     "context-parallel",
     "dora",
+    "saved-modules",
     "dora-zero-1",
 )  # of `make test`
 

@@ -65,7 +65,8 @@ def test_adapters_resume_in_any_layout(base: Path, tmp_path: Path, format: str) 
 
 
 MODELS = {
-    "experts": "--num-experts 4 --moe-router-topk 2 --swiglu --moe-ffn-hidden-size 16",
+    "experts": "--num-experts 4 --moe-router-topk 2 --swiglu --moe-ffn-hidden-size 16 "
+    "--untie-embeddings-and-output-weights --lora-modules-to-save lm_head input_layernorm",
     "latent": "--multi-latent-attention --q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 8 "
     "--qk-pos-emb-head-dim 4 --v-head-dim 8 --position-embedding-type rope",
     "hybrid": "--model-kind mamba --hybrid-override-pattern M* --mamba-num-groups 2 "
@@ -129,6 +130,7 @@ def test_adapters_go_to_peft_and_back(tmp_path: Path) -> None:
     back = tmp_path / "back"
     run_gpt(tmp_path / "a", *llama, "--save", str(base), "--train-iters", "1")
     flags = (*LORA, "output_layer", "--lora-alpha", "8", "--lr", "0.05")
+    flags += ("--lora-modules-to-save", "norm", "input_layernorm")
     start = ("--load", str(base), "--save", str(adapters), "--train-iters", "2")
     run_gpt(tmp_path / "b", *flags, *start, "--use-checkpoint-args")
     assert "output_layer.lora.a" in dict(_adapters_in(adapters))

@@ -85,6 +85,19 @@ _OF_PEFT: Mapping[str, Mapping[str, str]] = {
     "embed_tokens": {"word_embeddings": WHOLE},
     "lm_head": {"output_layer": WHOLE},
 }
+# Module that can be trained and saved completely -> our name of it; names of PEFT and of this
+# program.
+SAVED_MODULES: Mapping[str, str] = {
+    "lm_head": "output_layer",
+    "embed_tokens": "word_embeddings",
+    "norm": "final_layernorm",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    **{
+        own: own
+        for own in "output_layer word_embeddings final_layernorm input_layernorm "
+        "pre_mlp_layernorm".split()
+    },
+}
 _EXPERT = re.compile(r"\.local_experts\.\d+\.")
 _MODULES_OF_PEFT = {"self_attn": "self_attention", "model": "decoder"}
 _EMBEDDING = "embedding.word_embeddings"
@@ -100,6 +113,11 @@ class LoraConfig:
     targets: tuple[str, ...]
     use_rslora: bool = False
     use_dora: bool = False
+    modules_to_save: tuple[str, ...] = ()  # trained completely; see SAVED_MODULES
+
+    def saves(self, name: str) -> bool:
+        """Return whether the parameter of this global name is in one of ``modules_to_save``."""
+        return name.split(".")[-2:-1] in [[SAVED_MODULES[each]] for each in self.modules_to_save]
 
     @property
     def scale(self) -> float:
@@ -115,8 +133,13 @@ def attach_adapters(model: nn.Module, config: LoraConfig) -> None:
     No communication.
     """
     for param in model.parameters():
-        param.requires_grad_(info_of(param).is_new)
-    for _, layer, adapter in make_adapters(model, config):
+        info = info_of(param)
+        param.requires_grad_(info.is_new or config.saves(info.name))
+    for name, layer, adapter in make_adapters(model, config):
+        if config.saves(f"{name}.weight"):
+            raise ConfigError(
+                f"--lora-modules-to-save and --lora-target-modules both name {name}: give one"
+            )
         layer.lora = adapter
 
 

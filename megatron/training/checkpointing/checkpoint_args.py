@@ -61,6 +61,7 @@ ADAPTERS = (
     "lora_target_modules",
     "lora_use_rslora",
     "lora_use_dora",
+    "lora_modules_to_save",
 )
 IMAGES = tuple(
     """

@@ -45,7 +45,6 @@ from megatron.core.peft.draft_heads import begin_heads
 from megatron.core.rerun.faults import RerunMode, log
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing.base_model import (
-    HEADS,
     BaseModel,
     base_named_in,
     check_base,
@@ -370,9 +369,11 @@ def _restore(
 def _of_base_with_heads(
     wanted: list[TensorRecord], folder: Path, world: ProcessGroup
 ) -> list[TensorRecord]:
-    """Return the tensors of the base, and of its own layers of MTP that this run trains."""
-    present = on_rank_0(partial(_keys_with, HEADS, folder), folder, world)
-    return [*of_base(wanted), *(t for t in wanted if t.key in present and not t.is_constant)]
+    """Return the tensors of the base, and of its own modules that this run trains."""
+    present = on_rank_0(partial(_keys_with, ("",), folder), folder, world)
+    frozen = of_base(wanted)
+    others = set(present) - {t.key for t in frozen} - {_REWARD_HEAD}
+    return [*frozen, *(t for t in wanted if t.key in others)]
 
 
 def _keys_with(parts: tuple[str, ...], folder: Path) -> list[str]:
@@ -395,7 +396,10 @@ def _load_base(
     )
     if where is not None:
         config = replace(config, no_load_optim=True, load_main_params_from_ckpt=False)
-        wanted = of_base(_wanted_tensors(config, parts))
+        # The adapters' own values of trained modules are loaded afterwards.
+        wanted = _of_base_with_heads(
+            _wanted_tensors(config, parts), Path(where), parts.groups.world
+        )
         _load_tensors(config, parts, Path(where), explanation, wanted)
     found = identify(parts, where)
     if not parts.unused:  # else a part of the base was not loaded

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.config.option import option
-from megatron.core.peft.lora import ALL_LINEAR, LoraConfig
+from megatron.core.peft.lora import ALL_LINEAR, SAVED_MODULES, LoraConfig
 from megatron.core.tensor_parallel.frozen_weight import FORMATS
 
 EAGLE_3 = "eagle3"
@@ -54,6 +54,13 @@ class AdaptersConfig:
         False,
         "Train a magnitude of each output row too (DoRA): the rows of weight and adapter together "
         "are normalized and multiplied by it. Not for embeddings and experts.",
+    )
+    lora_modules_to_save: tuple[str, ...] = _adapters(
+        (),
+        "Modules that are trained completely, and saved with the adapters: "
+        + " ".join(SAVED_MODULES)
+        + ".",
+        nargs="*",
     )
 
     lora_base_dtype: str | None = _adapters(
@@ -127,4 +134,5 @@ class AdaptersConfig:
             targets=self.lora_target_modules,
             use_rslora=self.lora_use_rslora,
             use_dora=self.lora_use_dora,
+            modules_to_save=self.lora_modules_to_save,
         )

@@ -399,7 +399,8 @@ def _onto_base(wanted: ConversionRequest, say: Say) -> Path:
         tensors, flags = draft_heads.read(wanted.source, model, vocab_size_of(base, wanted))
     if flags.get("reward_model"):
         base = replace(base, tensors=without_heads(base.tensors))
-    named = BaseModel(str(folder), _hash_of(base, wanted))
+    frozen = {name: t for name, t in base.weights.items() if name not in tensors}
+    named = BaseModel(str(folder), _hash_of(base.only(frozen), wanted))
     args = with_changes({**base.args, **flags, **named.arguments}, wanted.args, say)
     return write_checkpoint(replace(base.only(tensors), args=args), wanted, say)
 

@@ -32,13 +32,11 @@ from megatron.core.parallel.collectives import (
     on_rank_0,
     on_wire,
 )
-from megatron.core.peft.lora import is_of_adapter
 from megatron.training.checkpointing.base_model import base_named_in
 from megatron.training.checkpointing.checkpoint_tensors import model_tensors
 from megatron.training.checkpointing.save import retention_of
 from megatron.training.conversion import hf_folder, peft
 from megatron.training.conversion.convert import describe, write_model
-from megatron.training.conversion.hf import SCORE
 from megatron.training.conversion.shape import shape_of
 from megatron.training.conversion.source import BESIDE, EMBEDDING, config_beside, embedding_of
 from megatron.training.models.registry import model_kind_of
@@ -99,7 +97,7 @@ def save_model(run: ModelRun, step: int | None = None) -> None:
     tensors = [
         tensor
         for tensor in model_tensors(run.parts)
-        if not is_peft or is_of_adapter(tensor.key) or tensor.key in (SCORE, EMBEDDING)
+        if not (is_peft and tensor.is_constant) or tensor.key == EMBEDDING
     ]
     world = run.groups.world
     if step is None and on_rank_0(lambda: is_filled(target), f"--save-hf {target}", world):

@@ -30,6 +30,7 @@ from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor, write_file
 from megatron.core.peft.lora import (
     ALL_LINEAR,
+    SAVED_MODULES,
     WHOLE,
     LoraConfig,
     is_of_adapter,
@@ -46,6 +47,8 @@ from megatron.training.conversion.tensors import Rule, group_rows, tensors_of
 
 EMBEDDING = "embedding.word_embeddings"
 _OUTPUT = "output_layer"
+_EMBEDDING = f"{EMBEDDING}.weight"
+_OUTPUT_WEIGHT = f"{_OUTPUT}.weight"
 FLAGS = (
     "lora_rank",
     "lora_alpha",
@@ -53,6 +56,7 @@ FLAGS = (
     "lora_target_modules",
     "lora_use_rslora",
     "lora_use_dora",
+    "lora_modules_to_save",
 )
 _MAGNITUDE = "lora_magnitude_vector"
 
@@ -74,6 +78,7 @@ def lora_of(args: Arguments) -> LoraConfig:
     """Return the settings of the adapters that a checkpoint's command line describes."""
     given = {name: args[name] for name in FLAGS if args.get(name) is not None}
     given["lora_target_modules"] = tuple(given.get("lora_target_modules", (ALL_LINEAR,)))
+    given["lora_modules_to_save"] = tuple(given.get("lora_modules_to_save", ()))
     found = AdaptersConfig(**given).lora
     if found is None:
         raise CheckpointError("the checkpoint names a base and no --lora-rank")
@@ -220,19 +225,48 @@ def _is_pattern(pattern: str) -> bool:
         return False
 
 
-def _take_score(
-    folder: Path, config: JsonObject, left: dict[str, Tensor], shape: ModelShape
-) -> Tensor | None:
-    """Remove the score of a reward model from ``left`` and return it.  Raises CheckpointError."""
+def _take_modules(
+    folder: Path,
+    config: JsonObject,
+    left: dict[str, Tensor],
+    shape: ModelShape,
+    family: Family,
+) -> dict[str, Tensor]:
+    """Remove complete modules from ``left``; return our tensors.  Raises CheckpointError."""
     modules = config.get("modules_to_save") or []
     known = ("score", "classifier")  # PEFT lists both names of a classifier's head
-    if not isinstance(modules, list) or not all(module in known for module in modules):
+    found: dict[str, Tensor] = {}
+    matched: set[str] = set()
+    if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
         raise CheckpointError(
-            f"{folder / CONFIG} has modules_to_save {str(modules)[:80]}: the score of a reward "
-            "model is the only complete module that can be read; train the adapters without others"
+            f"{folder / CONFIG} has modules_to_save {str(modules)[:80]}: give a list of names"
         )
-    if not modules:
-        return None
+    for name, size in tensors_of(shape).items():
+        if name.split(".")[-2] not in SAVED_MODULES or name == SCORE:
+            continue
+        rule = family.rule(name, shape)
+        (theirs,) = rule.theirs if len(rule.theirs) == 1 else ("",)
+        named = [each for each in modules if theirs.rpartition(".")[0].endswith(each)]  # as PEFT
+        if named and theirs in left:
+            matched.update(named)
+            found[name] = rule.to_ours([left.pop(theirs)], shape)
+            if tuple(found[name].shape) != tuple(size) or (shape.is_tied and name == _EMBEDDING):
+                raise CheckpointError(
+                    f"{folder / WEIGHTS}: {theirs} {list(found[name].shape)} does not fit the "
+                    f"model, where it is {list(size)}{' and tied' * shape.is_tied}"
+                )
+    if unknown := set(modules) - matched - set(known):
+        raise CheckpointError(
+            f"{folder / CONFIG} has modules_to_save {', '.join(sorted(unknown))[:80]}: "
+            f"{WEIGHTS} must hold their weights, and only {', '.join(SAVED_MODULES)} of the "
+            "model, and a reward model's score, can be read"
+        )
+    score = _take_score(folder, left, shape) if set(modules) & set(known) else None
+    return found if score is None else {**found, SCORE: score}
+
+
+def _take_score(folder: Path, left: dict[str, Tensor], shape: ModelShape) -> Tensor:
+    """Remove the score of a reward model from ``left`` and return it.  Raises CheckpointError."""
     score = left.pop(SCORE, None)
     if score is None:
         raise CheckpointError(
@@ -292,11 +326,20 @@ def write_peft(
                 ranks[_short(module)] = len(pair.a)
     if shape.is_reward:
         tensors[f"{_PREFIX}{SCORE}"] = weights[SCORE].make()
+    saved = {"score"} if shape.is_reward else set()
+    for name in filter(config.saves, weights):
+        value = weights[name].make()
+        value = value[: shape.vocab_size] if name in (_EMBEDDING, _OUTPUT_WEIGHT) else value
+        rule = family.rule(name, shape)
+        for theirs, part in zip(rule.theirs, rule.to_theirs(value, shape), strict=True):
+            tensors[f"{_PREFIX}{theirs}"] = part
+            module = theirs.rpartition(".")[0]  # PEFT compares the ends of names
+            saved.add(_short(module) if ".layers." in module else module)
     warning = _check_experts(tensors)
     written = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if shape.is_reward else "CAUSAL_LM",
-        "modules_to_save": ["score"] if shape.is_reward else None,
+        "modules_to_save": sorted(saved) or None,
         "base_model_name_or_path": base_name,
         "r": config.rank,
         "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
@@ -381,7 +424,7 @@ def read_peft(
     """
     config = read_config(folder)
     left = dict(_entries(read_safetensors(folder / WEIGHTS), shape.num_experts or 1))
-    score = _take_score(folder, config, left, shape)
+    saved = _take_modules(folder, config, left, shape, family)
     sizes = {
         name.removesuffix(".weight"): size
         for name, size in tensors_of(shape).items()
@@ -403,7 +446,7 @@ def read_peft(
     rank = max(len(pair.a) for pair in found.values())
     scale = next(iter(found.values())).scale
     kinds = {(*_kind_of(layer), part): pair for (layer, part), pair in found.items()}
-    values: dict[str, Tensor] = {} if score is None else {SCORE: score}
+    values = dict(saved)
     for layer, size in sizes.items():
         rows = rows_of(layer, size, shape)
         for part, in_group in rows.items():
@@ -432,7 +475,8 @@ def read_peft(
         "lora_use_rslora": False,
         "lora_use_dora": bool(config.get("use_dora")),
         "lora_target_modules": sorted(targets),
-        **({} if score is None else {"reward_model": True}),
+        "lora_modules_to_save": sorted({n.split(".")[-2] for n in saved if n != SCORE}),
+        **({"reward_model": True} if SCORE in saved else {}),
     }
     return as_lazy({name: value.to(dtype).contiguous() for name, value in values.items()}), flags
 
@@ -535,7 +579,7 @@ def _entries(weights: Mapping[str, LazyTensor], num_experts: int) -> Iterator[tu
         if name.endswith(".base_layer.weight"):  # a copy of the base's embedding or output layer
             continue
         value = tensor.make()
-        if name.endswith(_MAGNITUDE) and value.dim() == 1:
+        if (name.endswith(_MAGNITUDE) and value.dim() == 1) or ".lora_" not in name:
             yield name, value
             continue
         found = _STACK.fullmatch(name)

@@ -156,6 +156,15 @@ def test_numbers_that_no_size_can_have_are_refused_together() -> None:
     ]
 
 
+def test_modules_that_adapters_cannot_save_are_refused() -> None:
+    flags = "--lora-rank 2 --lora-modules-to-save"
+    (problem,) = problems_of(f"{flags} q_proj norm")
+    assert problem.startswith("--lora-modules-to-save q_proj norm: use some of lm_head ")
+    (problem,) = problems_of(f"{flags} lm_head")
+    assert "--untie-embeddings-and-output-weights" in problem
+    assert not problems_of(f"{flags} lm_head norm --untie-embeddings-and-output-weights")
+
+
 def test_the_maximum_of_a_fraction_is_that_of_its_flag() -> None:
     flags = "--sft --mock-data --logits-load-dir store --logits-load-kd-loss-alpha"
     (problem,) = problems_of(f"{flags} 1.5")

@@ -212,6 +212,38 @@ def test_peft_computes_our_logits(case: Case, tmp_path: Path) -> None:
 
 
 @needs_peft
+@pytest.mark.feature("LoRA: PEFT's modules_to_save are read, written and merged")
+@pytest.mark.parametrize("case", ["llama"], indirect=True)
+def test_modules_to_save_go_to_peft_and_back(case: Case, tmp_path: Path) -> None:
+    model, theirs, base, files = case
+    saved = ["embed_tokens", "lm_head", "norm"]  # the last names all norms
+    options = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved)
+    adapted = peft.get_peft_model(model, options).eval()
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for param in filter(lambda p: p.requires_grad, adapted.parameters()):
+            param.add_(torch.randn_like(param), alpha=0.2)
+    adapted.save_pretrained(files)
+    expected = their_logits(adapted)
+    adapters = to_ours(files, base)
+    limit = {"rtol": 1e-5, "atol": 1e-5 * float(expected.abs().max())}
+    torch.testing.assert_close(our_logits(adapters, base), expected, **limit)
+    convert(ConversionRequest(source=adapters, target=tmp_path / "merged", format=HF))
+    merged = their_logits(models.AUTO.from_pretrained(tmp_path / "merged"))
+    torch.testing.assert_close(merged, expected, **limit)
+    convert(ConversionRequest(source=adapters, target=tmp_path / "again", format=PEFT))
+    again = models.AUTO.from_pretrained(theirs)
+    again = peft.PeftModel.from_pretrained(again, tmp_path / "again").eval()
+    torch.testing.assert_close(their_logits(again), expected, **limit)
+    written, original = (
+        safetensors.load_file(folder / "adapter_model.safetensors")
+        for folder in (tmp_path / "again", files)
+    )
+    assert written.keys() == original.keys()
+    assert all(torch.equal(written[name], original[name]) for name in original)
+
+
+@needs_peft
 @pytest.mark.feature("DoRA: logits and gradients equal PEFT's, and its files are read and written")
 @pytest.mark.parametrize("case", ["llama with DoRA"], indirect=True)
 def test_dora_has_the_gradients_of_peft(case: Case, tmp_path: Path) -> None:
@@ -287,6 +319,11 @@ def test_adapters_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
             ),
             ("model.layers.0.self_attn.q_proj", {"alpha_pattern": ["q"]}, "that is not a table of"),
             ("model.layers.0.self_attn.q_proj", {"modules_to_save": 5}, "has modules_to_save 5: "),
+            (
+                "model.layers.0.self_attn.q_proj",
+                {"modules_to_save": ["k_proj"]},
+                "has modules_to_save k_proj: .* only lm_head, ",
+            ),
             (
                 "model.layers.0.self_attn.q_proj",
                 {"modules_to_save": ["score"]},

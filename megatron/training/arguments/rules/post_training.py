@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
+from megatron.core.peft.lora import SAVED_MODULES
 from megatron.training.arguments.rules.rule import Settings, named, several
 from megatron.training.config.preference import SIGMOID
 from megatron.training.config.run import DPO, OF_CONVERSATIONS, PRETRAINING, REWARD, SFT
@@ -90,6 +91,7 @@ _PREFERENCE = rules(
 )
 _OBJECTIVES = "--sft --dpo-beta --reward-model --perform-rl-step"
 
+_TIED = {"lm_head", "embed_tokens", "output_layer", "word_embeddings"}
 _ADAPTERS = where(
     lambda c: c.lora is not None,
     {
@@ -99,6 +101,21 @@ _ADAPTERS = where(
         "--lora-rank is not available for {--model-kind}, only for gpt and mamba: train the "
         "complete model": lambda c: c.model_kind not in ("gpt", "mamba"),
     },
+    where(
+        "--lora-modules-to-save",
+        {
+            "{--lora-modules-to-save}: use some of " + " ".join(SAVED_MODULES): lambda c: (
+                not SAVED_MODULES.keys() >= set(c.lora_modules_to_save)
+            ),
+            "{--lora-modules-to-save} with embedding and output layer that share one weight: give "
+            "--untie-embeddings-and-output-weights, or leave both out": lambda c: (
+                not c.untie_embeddings_and_output_weights
+                and bool(_TIED & set(c.lora_modules_to_save))
+            ),
+            "--lora-modules-to-save and {found} exclude each other: the reference policy is the "
+            "model without adapters; leave it out": given("--dpo-beta --perform-rl-step"),
+        },
+    ),
     where(
         "--lora-use-dora",
         {

@@ -119,7 +119,7 @@ _FLAGS_NEEDED = parse_table(
 --dpo-beta | dpo_loss_type dpo_label_smoothing
 --tokenizer-type SFTTokenizer | sft_tokenizer_prompt_format
 --lora-rank | lora_alpha lora_base_dtype lora_dropout lora_target_modules lora_use_rslora
-    lora_use_dora
+    lora_use_dora lora_modules_to_save
 --logits-save-dir | logits_save_top_k logits_save_top_p logits_save_top_p_min_k logits_save_dtype
 --logits-save-top-p | logits_save_top_p_min_k
 --logits-load-dir | logits_load_kd_loss_alpha logits_load_ignore_errors
