@@ -170,13 +170,18 @@ def _blocks(x: Tensor, to: NumberFormat) -> Tensor:
 
 
 def _unclamped(x: Tensor, scale: Tensor, to: NumberFormat, scale_2: Tensor | None) -> Tensor:
-    """Return ``x / scale``, rounded for an integer format."""
-    scale = scale if scale_2 is None else scale * scale_2
+    """Return ``x / scale``, rounded for an integer format.
+
+    The largest magnitude of a block of integers lies on a tie, whose side depends on the last bit.
+    torchao, with which codes of weights agree, multiplies by the inverse; compressed-tensors, which
+    computes the scales of tokens in transformers, divides.
+    """
+    scale = (scale if scale_2 is None else scale * scale_2)[:, None, :, None]
     wide = _blocks(x.detach().float(), to)
-    scale = scale[:, None, :, None]
-    if to.kind == "int":
-        return (wide * (1.0 / scale)).round().view(x.shape)  # torchao multiplies by the inverse
-    return (wide / scale).view(x.shape)
+    if to.kind == "int" and not to.is_dynamic:
+        return (wide * (1.0 / scale)).round().view(x.shape)
+    codes = (wide / scale).view(x.shape)
+    return codes.round() if to.kind == "int" else codes
 
 
 @dataclass(frozen=True)

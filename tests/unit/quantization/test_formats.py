@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from megatron.core.quantization.formats import (
     INT4_GROUP,
     INT8_CHANNEL,
     NVFP4,
+    RECIPES,
     NumberFormat,
     codes_of,
     pack_fp4,
@@ -103,6 +106,27 @@ def test_nvfp4_codes_and_scales_are_torchaos() -> None:
     ours = unpack_fp4(packed.view(torch.uint8).view(len(w), -1)).float()
     # torchao multiplies by the inverse of the scale: a tie may be rounded to its other side.
     assert (codes.float() != ours).float().mean() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["fp8_dynamic", "int8_sq"])
+def test_tokens_are_rounded_as_compressed_tensors_does(name: str) -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    helpers = pytest.importorskip("compressed_tensors.quantization.utils")
+    form = RECIPES[name].input
+    assert form is not None
+    to = replace(form, block=(1, 0), is_dynamic=True)
+    args = quantization.QuantizationArgs(
+        num_bits=8, type=to.kind, strategy="token", symmetric=True, dynamic=True
+    )
+    x = weight()
+    x[3] = 1e-4  # the scales of a row of zeros differ, and its values are zeros with both
+    scale, zero = helpers.compute_dynamic_scales_and_zp(x[None], args, torch.nn.Linear(1, 1))
+    (expected,) = forward.fake_quantize(x[None], scale, zero, args)
+    ours, _ = scales_of(x, to)
+    assert torch.equal(ours, scale.view_as(ours))
+    values = values_of(codes_of(x, ours, to), ours, to, dtype=torch.float32)
+    assert torch.equal(values, expected)
 
 
 def test_int4_is_packed_as_compressed_tensors_does() -> None:
