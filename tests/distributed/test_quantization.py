@@ -15,13 +15,16 @@ from torch import Tensor
 
 from megatron.core.config.errors import MegatronError
 from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.dist_checkpointing.safetensors_file import read_header
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.inference.generation import GenerationLayout
 from megatron.post_training.quantization import add_flags, quantize_checkpoint
+from megatron.training.conversion.convert import HF, ConversionRequest, convert
 from megatron.training.initialize import configure, connect
 from tests.support.generation_ranks import generate
 from tests.support.ranks import run_ranks
 from tests.support.runs import TINY, losses, refusal, run_gpt
+from tools.checkpoint.convert import main as convert_main
 
 MODEL = (
     "--hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --group-query-attention "
@@ -118,20 +121,38 @@ def fp8(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.feature("Quantization: QAT resumes in another layout and format")
-@pytest.mark.parametrize("ckpt_format", ["torch_dist", "safetensors_dist"])
+@pytest.mark.parametrize(
+    ("ckpt_format", "layout"),
+    [
+        ("torch_dist", "--tensor-model-parallel-size 2 --sequence-parallel"),
+        ("safetensors_dist", "--context-parallel-size 2 --use-distributed-optimizer"),
+    ],
+)
 def test_training_of_a_quantized_model_resumes_in_another_layout(
-    fp8: Path, tmp_path: Path, ckpt_format: str
+    fp8: Path, tmp_path: Path, ckpt_format: str, layout: str
 ) -> None:
     run = [*MODEL, "--export-quant-cfg", "fp8", "--pretrained-checkpoint", str(fp8)]
     run += ["--ckpt-format", ckpt_format, "--save-interval", "2"]
     whole = run_gpt(tmp_path / "whole", *run, "--save", str(tmp_path / "save"))
     assert len(losses(whole)) == 4
     (tmp_path / "save/latest_checkpointed_iteration.txt").write_text("2")
-    layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    folders = ["--load", str(tmp_path / "save"), "--save", str(tmp_path / "last")]
     resumed = run_gpt(
-        tmp_path / "rest", *run, *layout, "--load", str(tmp_path / "save"), world_size=2
+        tmp_path / "rest",
+        *run,
+        *layout.split(),
+        *folders,
+        *("--save-hf", str(tmp_path / "live")),
+        world_size=2,
     )
     assert losses(resumed) == pytest.approx(losses(whole)[2:], rel=1e-3)
+    other = tmp_path / "converted"
+    convert(
+        ConversionRequest(source=tmp_path / "last", target=other, format=HF, verify=False),
+        lambda text: None,
+    )
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "live" / name).read_bytes() == (other / name).read_bytes()
     plain = run_gpt(tmp_path / "plain", *MODEL)
     assert abs(losses(plain)[0] - losses(whole)[0]) > 1e-3
 
@@ -227,6 +248,17 @@ def test_bert_is_calibrated_by_training_samples(tmp_path: Path) -> None:
     assert "rows of text calibrate models like GPT, not BERT" in said
 
 
+def converted(rank: int, world_size: int, argv: Sequence[str]) -> str:
+    """Run convert.py; return its error message, or ""."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            convert_main(argv)
+        except MegatronError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.feature("Quantization: convert.py --quant calibrates by --calib-data")
 def test_texts_of_a_file_calibrate_a_model(trained: Path, tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     text = " ".join(str(number * number % 100) for number in range(150))
@@ -234,6 +266,16 @@ def test_texts_of_a_file_calibrate_a_model(trained: Path, tmp_path: Path) -> Non
     number = tmp_path / "number.jsonl"
     number.write_text('{"text": 5}')
     flags = ["--finetune", "--calib-data", str(file), "--calib-observer", "percentile"]
+    argv = ["--from", str(trained), "--to", str(tmp_path / "hf")]
+    argv += "--format hf --quant fp8 --calib-size 4 --no-verify".split()
+    argv += ["--calib-data", str(file)]
+    (said,) = run_ranks(converted, 1, argv)
+    assert said == ""
+    held = read_header(tmp_path / "hf/model.safetensors")
+    assert "model.layers.1.mlp.down_proj.input_scale" in held
+    (said,) = run_ranks(converted, 1, [*argv, "--quant", "int5"])
+    assert "--quant with a recipe: int8_sq, fp8" in said
+    assert not list(tmp_path.glob("hf.*"))
     saved = calibrated(trained, tmp_path / "save", "w4a8_awq", *flags)
     argv = [*CALIBRATION, "--load", str(trained), "--save", str(tmp_path), *flags]
     (answers,) = run_ranks(served, 1, str(saved), True)

@@ -2,6 +2,8 @@
 
     python tools/checkpoint/convert.py --from DIR --to DIR --format hf
     python tools/checkpoint/convert.py --from DIR --to DIR --format hf --quant int4
+    python tools/checkpoint/convert.py --from DIR --to DIR --format hf --quant fp8 \\
+        --calib-data texts.jsonl
     python tools/checkpoint/convert.py --from HF_DIR --to DIR [--tensor-parallel 2]
     python tools/checkpoint/convert.py --from ADAPTERS --to DIR --format peft|hf|safetensors_dist
     python tools/checkpoint/convert.py --from PEFT_DIR --base DIR --to ADAPTERS
@@ -20,25 +22,34 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 
 import megatron.post_training  # noqa: F401  registers its objectives
-from megatron.core.config.errors import ConfigError
+from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.dist_checkpointing.folders import is_filled
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.quantization.formats import RECIPES
+from megatron.post_training import quantization
 from megatron.training.checkpointing.model_folder_args import local_folder
 from megatron.training.conversion.convert import (
+    BESIDE,
     DTYPES,
     EXPORTS,
+    HF,
     PEFT,
     ConversionRequest,
     convert,
 )
+from megatron.training.conversion.hf_folder import CONFIG
 from megatron.training.conversion.quantized_export import FORMS
+from megatron.training.initialize import configure, connect, shut_down
 from megatron.training.preprocess.cli import run_tool
 from megatron.training.process.user_code import parse_tool_args
 
@@ -57,6 +68,11 @@ SAVERS: dict[str, str | None] = {
     "llava": _IMAGES,
     "hf_llava": _IMAGES,
 }
+# Flags of the run that --calib-data starts: model and tokenizer are those of the checkpoint.
+CALIBRATION = (
+    "--use-checkpoint-args --skip-train --finetune --no-load-optim --no-load-rng --device cpu "
+    "--micro-batch-size 1 --num-workers 0 --transformer-impl local"
+)
 # Megatron-LM's flags that have no effect, and why.
 WITHOUT_EFFECT = {
     "max_queue_size": "there is no queue: tensors are converted one at a time",
@@ -85,6 +101,9 @@ def get_parser() -> argparse.ArgumentParser:
     add("--format", choices=(*EXPORTS, PEFT, *FORMATS), default=next(iter(FORMATS)))
     add("--quant", help=f"write linear layers in few bits, with --format hf: {', '.join(RECIPES)}")
     add("--quant-format", choices=FORMS, default=FORMS[0], help="files of --quant")
+    add("--calib-data", help="JSON lines with a key text: calibrate by them before --quant rounds")
+    add("--calib-size", type=int, default=512, help="rows of --calib-data (default 512)")
+    add("--calib-length", type=int, help="tokens of a row; default: the checkpoint's --seq-length")
     add("--report-text", type=Path, help="text file for the perplexity before and after --quant")
     add(
         "--family",
@@ -163,6 +182,42 @@ def _refuse(args: argparse.Namespace) -> None:
             "--checkpoint-type meta: Meta's own files are not read; take the model in the Hugging "
             "Face form"
         )
+    if args.calib_data is not None and (args.quant not in RECIPES or args.format != HF):
+        raise ConfigError(
+            f"--calib-data {args.calib_data} needs --format {HF} and --quant with a recipe: "
+            f"{', '.join(RECIPES)}"
+        )
+
+
+@contextmanager
+def calibrated(wanted: ConversionRequest, args: argparse.Namespace) -> Iterator[ConversionRequest]:
+    """Calibrate the model in this process; yield the conversion of the quantized checkpoint.
+
+    That checkpoint lies beside --to until the block ends.  Raises ConfigError or DataError.
+    """
+    if is_filled(wanted.target):
+        raise CheckpointError(f"{wanted.target} is there already: name a new folder, or remove it")
+    wanted.target.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f"{wanted.target.name}.calibrated-"
+    with TemporaryDirectory(dir=wanted.target.parent, prefix=prefix) as folder:
+        argv = [*CALIBRATION.split(), "--load", str(wanted.source), "--save", folder]
+        argv += ["--export-quant-cfg", str(wanted.quant), "--calib-data", args.calib_data]
+        for flag, value in (
+            ("--calib-size", args.calib_size),
+            ("--seq-length", args.calib_length),
+            ("--ckpt-step", wanted.step),
+            ("--tokenizer-model", args.tokenizer_model),
+        ):
+            argv += [] if value is None else [flag, str(value)]
+        config = configure(quantization.add_flags, argv=argv)
+        connect(config)
+        try:
+            quantization.quantize_checkpoint(config)
+        finally:
+            shut_down()
+        is_theirs = (wanted.source / CONFIG).exists()
+        beside = wanted.source if is_theirs else wanted.source / BESIDE
+        yield replace(wanted, source=Path(folder), step=None, quant=None, beside=beside)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -174,7 +229,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, why in WITHOUT_EFFECT.items():
         if vars(args)[name] is not None:
             print(f"note: --{name.replace('_', '-')} is without effect: {why}")
-    convert(wanted)
+    with nullcontext(wanted) if args.calib_data is None else calibrated(wanted, args) as request:
+        convert(request)
 
 
 if __name__ == "__main__":

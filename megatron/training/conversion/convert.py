@@ -54,6 +54,7 @@ from megatron.training.conversion.quantized_export import (
     modelopt_file,
     quantization_of,
     quantize,
+    warning_of,
 )
 from megatron.training.conversion.shape import ModelShape, shape_of
 from megatron.training.conversion.source import BESIDE as BESIDE
@@ -189,6 +190,8 @@ def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     run = run_config({**draft_heads.as_model(source.args), **dict.fromkeys(flags)})
     vocab_size = 1 if model_kind_of(run).classifies_images else vocab_size_of(source, wanted)
     quant = quantization_of(wanted.quant, wanted.quant_form, weights, saved)
+    if quant is not None and (warning := warning_of(quant)):
+        say(warning)
     weights = {name: tensor for name, tensor in weights.items() if BUFFER not in name}
     with hf_folder.new_folder(wanted.target) as folder:
         architecture = write_model(

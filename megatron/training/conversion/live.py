@@ -32,11 +32,17 @@ from megatron.core.parallel.collectives import (
     on_rank_0,
     on_wire,
 )
+from megatron.core.quantization.quantizer import quantized_layers
 from megatron.training.checkpointing.base_model import base_named_in
 from megatron.training.checkpointing.checkpoint_tensors import model_tensors
 from megatron.training.checkpointing.save import retention_of
 from megatron.training.conversion import hf_folder, peft
 from megatron.training.conversion.convert import describe, write_model
+from megatron.training.conversion.quantized_export import (
+    BUFFER,
+    COMPRESSED_TENSORS,
+    quantization_of,
+)
 from megatron.training.conversion.shape import shape_of
 from megatron.training.conversion.source import BESIDE, EMBEDDING, config_beside, embedding_of
 from megatron.training.models.registry import model_kind_of
@@ -61,6 +67,12 @@ def check_model(run: ModelRun) -> None:
     def check() -> None:
         if is_filled(target) and not is_done:
             raise CheckpointError(f"{target} has files: choose another folder, or remove it")
+        recipes = {quantizer.recipe.name for _, quantizer in quantized_layers(run.model_chunks)}
+        if len(recipes) > 1:
+            raise CheckpointError(
+                f"{target}: the model has the recipes {', '.join(sorted(recipes))}, and the layers "
+                "of a Hugging Face folder are written by one: leave --save-hf out"
+            )
         kind = model_kind_of(run.config)
         if not kind.reads_images and not kind.classifies_images:
             describe(run.config, run.tokenizer.vocab_size, config_beside(_origin(run)))
@@ -156,7 +168,9 @@ def _write(
             return
         if config.adapters.lora is not None:
             weights = peft.merged(weights, config.asked, shape_of(config, vocab_size))
-        write_model(folder, config, weights, vocab_size, came_with, in_thread=False)
+        quant = quantization_of(None, COMPRESSED_TENSORS, weights, config.quantization.recipes)
+        weights = {name: tensor for name, tensor in weights.items() if BUFFER not in name}
+        write_model(folder, config, weights, vocab_size, came_with, quant=quant, in_thread=False)
         tokenizer = Path(config.tokenizer.tokenizer_model or "-")
         beside = tokenizer if hf_folder.has_tokenizer(tokenizer) else origin
         if beside is not None:

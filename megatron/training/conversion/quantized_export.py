@@ -101,6 +101,18 @@ def quantization_of(
     return found
 
 
+def warning_of(found: Quantization) -> str | None:
+    """Return a message if the recipe finds scales by calibration, and there was none."""
+    recipe = found.recipe
+    if found.buffers or found.input == recipe.input and recipe.algorithm == "max":
+        return None
+    return (
+        f"WARNING: --quant {recipe.name} without calibration: weights are rounded to the nearest "
+        "code, and inputs have no scale found on data; give --calib-data FILE, or calibrate by "
+        "examples/post_training/modelopt/quantize.py and convert its checkpoint without --quant"
+    )
+
+
 def quantize(
     tensors: Sequence[LazyTensor],
     ours: Mapping[str, LazyTensor],
@@ -322,6 +334,6 @@ def _modelopt_name(wanted: Quantization) -> str:
         return "FP8_PER_CHANNEL_PER_TOKEN"
     raise CheckpointError(
         f"--quant-format modelopt with --quant {wanted.recipe.name}: written are nvfp4, "
-        "fp8_blockwise, fp8_dynamic, and fp8 of a calibrated checkpoint; use --quant-format "
-        "compressed-tensors"
+        "fp8_blockwise, fp8_dynamic, and fp8 with --calib-data FILE or of a calibrated checkpoint; "
+        "use --quant-format compressed-tensors"
     )

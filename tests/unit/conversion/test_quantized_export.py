@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.quantization.formats import RECIPES
-from megatron.core.quantization.quantizer import attach_quantizers, quantized_layers
+from megatron.core.params.param_info import info_of
+from megatron.core.quantization.formats import RECIPES, scale_of
+from megatron.core.quantization.quantizer import (
+    FakeQuantizer,
+    attach_quantizers,
+    quantized_layers,
+)
 from megatron.training.conversion.convert import (
     HF,
     ConversionRequest,
@@ -51,6 +57,7 @@ def written(source: Path, target: Path, recipe: str, form: str = "compressed-ten
         report_text=text,
     )
     convert(request, said.append)
+    assert any("give --calib-data FILE" in text for text in said) == (recipe != "int4")
     return said[-2]
 
 
@@ -136,6 +143,53 @@ def test_scales_of_a_calibrated_checkpoint_are_used(source: Path, tmp_path: Path
     write_checkpoint(replace(calibrated, args=args), replace(ours, target=tmp_path / "two"), print)
     with pytest.raises(CheckpointError, match="calibrated for fp8 and int8 by --kitchen-config"):
         convert(replace(request, source=tmp_path / "two", target=tmp_path / "no"), print)
+
+
+@pytest.mark.feature("Checkpoints: transformers computes the logits of a calibrated checkpoint")
+@pytest.mark.parametrize("recipe", ["int8_sq", "fp8_dynamic", "w4a8_awq"])
+def test_transformers_rounds_inputs_as_fake_quantization_does(
+    source: Path, tmp_path: Path, recipe: str
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    found = read_folder(source)
+    args = default_args() | found.args(source, source)
+    run = run_config(args)
+    model = our_model(run, found.tensors, models.VOCABULARY)
+    attach_quantizers(model, lambda name: RECIPES[recipe])
+    ids = models.prompts(20)
+    layers = list(quantized_layers([model]))
+
+    def set_input_scale(quantizer: FakeQuantizer, x: torch.Tensor) -> None:
+        to = quantizer.recipe.input
+        if quantizer.input_scale is not None and to is not None:
+            quantizer.input_scale.copy_(scale_of(x.abs().amax().view(1, 1), to))
+
+    for layer, quantizer in layers:
+        assert layer.weight is not None
+        quantizer.set_weight_scales(layer.weight)
+        quantizer.observe = partial(set_input_scale, quantizer)
+    with torch.no_grad():
+        (unrounded,) = our_outputs(model, run, ids)
+        for _, quantizer in layers:
+            quantizer.observe = None
+        (expected,) = our_outputs(model, run, ids)
+    buffers = {info_of(b).name: b for _, quantizer in layers for b in quantizer.buffers()}
+    calibrated = Source(
+        tensors={**found.tensors, **as_lazy(buffers)},
+        args={**args, "export_quant_cfg": recipe, "model_kind": "gpt"},
+        common={},
+        layout={},
+    )
+    ours = ConversionRequest(source=source, target=tmp_path / "ours", format="safetensors_dist")
+    write_checkpoint(calibrated, ours, lambda text: None)
+    request = replace(ours, source=tmp_path / "ours", target=tmp_path / "out", format=HF)
+    convert(request, lambda text: None)
+    load = models.transformers.AutoModelForCausalLM.from_pretrained
+    theirs = load(tmp_path / "out", dtype=torch.float32).eval()
+    with torch.no_grad():
+        actual = theirs(ids).logits
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
+    assert (expected - unrounded).abs().max() > 0.05
 
 
 @pytest.mark.parametrize(
