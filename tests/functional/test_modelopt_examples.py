@@ -19,6 +19,7 @@ import torch
 from examples.post_training.modelopt.calibrate_gpt import windows
 from examples.post_training.modelopt.common import split_paths
 from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.training.checkpointing.paths import open_checkpoint
 from tests.golden.make_sft_losses import TURNS, conversations, write_model
 from tests.support.pages import commands_of
 from tests.support.ranks import run_ranks
@@ -225,7 +226,9 @@ def test_quantizing_writes_scales_and_continues_prompts(
         assert all(reader.read(scale.format(of)) > 0 for of in ("weight", "input"))
 
 
-def test_a_text_that_is_not_the_reference_is_an_error(folder: Path, tmp_path: Path) -> None:
+def test_a_text_that_is_not_the_reference_is_an_error(
+    folder: Path, printed: dict[str, str], tmp_path: Path
+) -> None:
     flags = ["--load", str(folder / "ck"), "--save", str(tmp_path / "int8"), "--mock-data"]
     flags += ["--export-quant-cfg", "int8", "--calib-size", "1", "--num-workers", "0"]
     flags += ["--device", "cpu", "--prompts", "the", "--references", "no such text"]
@@ -258,12 +261,16 @@ def test_a_quantized_checkpoint_is_exported_in_few_bits(
     folder: Path, printed: dict[str, str]
 ) -> None:
     config = json.loads((folder / "exported/config.json").read_text())
-    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert config["quantization_config"]["quant_method"] == "modelopt"
+    settings = json.loads((folder / "exported/hf_quant_config.json").read_text())
+    assert settings["quantization"]["quant_algo"] == "FP8"
     weights = safetensors.load_file(folder / "exported/model.safetensors")
     assert weights["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
 
 
-def test_an_exported_model_has_the_weights_of_the_folder(folder: Path, tmp_path: Path) -> None:
+def test_an_exported_model_has_the_weights_of_the_folder(
+    folder: Path, printed: dict[str, str], tmp_path: Path
+) -> None:
     flags = ["--load", str(folder / "ck"), "--export-dir", str(tmp_path / "hf")]
     said(PROGRAMS / "export.py", flags)
     theirs = safetensors.load_file(folder / "Qwen3-0.6B/model.safetensors")
@@ -271,6 +278,25 @@ def test_an_exported_model_has_the_weights_of_the_folder(folder: Path, tmp_path:
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
     assert (tmp_path / "hf/tokenizer.json").exists()
+
+
+@pytest.mark.feature("ModelOpt: convert_model.py --extra-model-path adds trained draft heads")
+def test_heads_of_a_folder_are_added_to_a_model(folder: Path, tmp_path: Path) -> None:
+    load = ["--load", str(folder / "Qwen3-0.6B"), "--save"]
+    heads = ["--export-num-medusa-heads", "2"]
+    said(PROGRAMS / "convert_model.py", [*load, str(tmp_path / "first"), *heads])
+    flags = ["--load", str(tmp_path / "first"), "--export-dir", str(tmp_path / "hf")]
+    said(PROGRAMS / "export.py", flags)
+    flags = ["--extra-model-path", str(tmp_path / "hf/draft")]
+    said(PROGRAMS / "convert_model.py", [*load, str(tmp_path / "again"), *flags])
+    tensors = []
+    for name in ("first", "again"):
+        with open_reader(open_checkpoint(tmp_path / name, None).folder) as reader:
+            drafts = [key for key in reader.tensors if key.startswith("draft.")]
+            tensors.append({key: reader.read(key) for key in drafts})
+    assert tensors[0]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(tensors[1][key], value) for key, value in tensors[0].items())
 
 
 def perplexity_of(text: str) -> float:
@@ -348,7 +374,11 @@ REFUSED = [
     ("convert_model", "--load gone --save x", "--load gone: no such folder"),
     ("convert_model", "--load {hf} --pretrained-model-path {hf}", "--load {hf} and --pretrained"),
     ("convert_model", "--load {hf}", "--save is missing"),
-    ("convert_model", "--load {hf} --save x --extra-model-path y", "--extra-model-path y: weights"),
+    (
+        "convert_model",
+        "--load {hf} --save x --extra-model-path {hf}",
+        "--extra-model-path {hf}: it holds no draft heads",
+    ),
     ("generate", "", "--load is missing"),
     ("generate", "--load {hf} --finetune-hf-dataset {chats} --percentage 2", "--percentage 2.0:"),
     ("generate", "--load {hf} --finetune-hf-dataset {hf} --finetune-data-split x", "no split x"),
