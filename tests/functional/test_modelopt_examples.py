@@ -247,7 +247,7 @@ def test_calibration_can_use_experts_without_tokens(tmp_path: Path) -> None:
     words = [str(PROGRAMS / "quantize.py"), [*flags, "--num-workers", "0"]]
     ((_, err, code),) = run_ranks(run_program, 1, *words)
     assert code == 2
-    assert "the calibration samples have no token for" in err
+    assert "the calibration samples have no token, only zeros or values that are not" in err
     said(PROGRAMS / "quantize.py", [*words[1], "--force-all-expert-routing"])
     with open_reader(tmp_path / "fp8/release") as reader:
         assert reader.common()["args"]["moe_router_topk"] == 1

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron.training.arguments.parser import parse_args
+from megatron.training.arguments.programs import path_of
 from megatron.training.fault_tolerance.launch_flags import parse
-from megatron_commands import command_line, program
+from megatron_commands import command_line
 from tests.repo.source import ROOT
 from tests.support import forked
 from tests.support.pages import blocks_of, commands_of
@@ -31,7 +32,7 @@ LAPTOP = re.compile(r"^# On a laptop: (.*\n(?:#   .*\n)*)", re.MULTILINE)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `megatron-train recipes FOLDER` writes."""
     found = tmp_path_factory.mktemp("recipes") / "new"
-    copy = [forked.python(), program("examples/recipes/copy_recipes.py"), str(found)]
+    copy = [forked.python(), str(path_of("examples/recipes/copy_recipes.py")), str(found)]
     done = subprocess.run(copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"cd {found}; megatron-train --config sft-lora.yaml --load tiny" in done.stdout
@@ -105,6 +106,6 @@ def test_the_other_lines_of_the_page_name_programs(monkeypatch: pytest.MonkeyPat
             assert parse_args(argv=flags).yaml_cfg.endswith(".yaml")
         elif command == "megatron-launch":
             script = parse(launch.named(words)).script
-            assert script[-4:-1] == (program("pretrain_gpt.py"), "--config", "sft.yaml")
+            assert script[-4:-1] == (str(path_of("pretrain_gpt.py")), "--config", "sft.yaml")
         else:
             assert command == "torchrun"

@@ -26,6 +26,7 @@ BUDGETS: dict[str, int] = {
     "core/diagnostics": 4750,
     "core/dist_checkpointing": 48450,
     "core/distributed": 11500,
+    "core/export": 4000,
     "core/extensions": 4650,
     "core/fusions": 40350,
     "core/inference": 43700,

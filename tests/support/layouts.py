@@ -318,7 +318,8 @@ def trace(
     """Train in this process; what its rank, or each of its virtual ranks, saw."""
     traces: dict[int, Trace] = defaultdict(Trace)
     step, norm = steps.train_step, optimizers.squared_norm
-    num_steps = int(argv[argv.index("--train-iters") + 1])
+    last = len(argv) - argv[::-1].index("--train-iters")  # the value of the last one counts
+    num_steps = int(argv[last])
 
     def train_step(run: Any) -> Any:
         result, seen = step(run), traces[dist.get_rank()]

@@ -151,7 +151,7 @@ def _any_layout(
     case = case_of(model | chosen, sizes)
     if case.numbers()["layers"] != layers or case.world_size > max_ranks:
         return None
-    flags = f"--global-batch-size {BATCH}"
+    flags = f"--global-batch-size {BATCH} --train-iters {SAVED_AT + 1}"
     return Sharded(
         case.features, sizes, f"{flags} {SHARD} {kind}" if kind.startswith("optim") else flags
     )

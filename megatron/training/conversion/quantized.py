@@ -74,6 +74,7 @@ def plain_numbers(
             f"config.json has quant_method {str(method)[:80]}: read are {', '.join(_METHODS)}, or "
             "plain weights"
         )
+    list(_squares(settings))  # raises for blocks that are no pair of sizes
     out: dict[str, LazyTensor] = {}
     layers: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in weights.items():

@@ -71,22 +71,24 @@ def gpt_dataset_config(config: RunConfig, **common: Any) -> GPTDatasetConfig:
     return GPTDatasetConfig(
         index_free=config.data.index_free,
         pack_documents=config.data.pack_documents,
-        fill_in_middle=_fill_in_middle(config.data, common["tokenizer"]),
+        fill_in_middle=_fill_in_middle(config.data, common.get("tokenizer")),
         **text_arguments(config),
         **common,
     )
 
 
-def _fill_in_middle(data: DataConfig, tokenizer: MegatronTokenizer) -> FillInMiddle | None:
+def _fill_in_middle(data: DataConfig, tokenizer: MegatronTokenizer | None) -> FillInMiddle | None:
     """Return the settings of --fim-data.  Raises ConfigError for a token that does not exist."""
     if not data.fim_data:
         return None
+    assert tokenizer is not None, "a run has a tokenizer"
+    vocabulary = tokenizer.vocab
     missing = []
 
     def id_of(flag: str, token: str) -> int:
-        if token not in tokenizer.vocab:
+        if token not in vocabulary:
             missing.append(f"{flag} {token}")
-        return tokenizer.vocab.get(token, -1)
+        return vocabulary.get(token, -1)
 
     rate = data.fim_fragment_rate
     start, split = data.fim_no_prefix, data.fim_split_sample

@@ -137,7 +137,8 @@ def test_rows_that_cannot_be_used_are_named(tmp_path, parquet):
     rows = [*ROWS[:1500], {"text": None, "id": 1}, *ROWS[:10]]
     with pytest.raises(DataError, match=r"in\.parquet, line 1501: the value is NoneType"):
         list(read_documents(parquet("in.parquet", rows), RecordFormat()))
-    with pytest.raises(DataError, match=r"line 1: the record has no key 'id'; name the keys"):
+    wanted = r"line 1: the record has no key 'id'; name it with --json-keys"
+    with pytest.raises(DataError, match=wanted):
         list(read_documents(parquet("in.parquet"), RecordFormat(json_keys=("id",))))
     (tmp_path / "in.parquet").write_bytes((tmp_path / "in.parquet").read_bytes()[:-9])
     with pytest.raises(DataError, match="in.parquet is damaged after row 0: .*; copy it again"):
