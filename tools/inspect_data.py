@@ -126,7 +126,8 @@ def print_samples(
     for number in args.numbers:
         if not 0 <= number < len(train):
             raise ConfigError(f"sample {number}: there are {len(train)}, from 0")
-        source, within = train, number
+        source = train
+        within = number
         if isinstance(train, BlendedDataset):
             dataset_id, within = train.locate(number)
             source = train.datasets[dataset_id]

@@ -24,7 +24,8 @@ def generate(session: Any, ids: Any, num_tokens: int, mask: Any = None) -> Any:
     ``mask`` [b, s] is 0 for padding, which precedes a prompt.
     """
     mask = np.ones_like(ids) if mask is None else mask
-    past, new = empty_past(session, len(ids)), ids
+    past = empty_past(session, len(ids))
+    new = ids
     for _ in range(num_tokens):
         positions = np.maximum(mask.cumsum(1) - 1, 0)[:, -new.shape[1] :]
         inputs = {"input_ids": new, "attention_mask": mask, "position_ids": positions}
@@ -39,7 +40,8 @@ def generate_from(encoder: Any, decoder: Any, ids: Any, num_tokens: int, start: 
     """Return ``num_tokens`` tokens of the decoder for the encoder's ``ids`` [b, s]."""
     mask = np.ones_like(ids)
     (states,) = encoder.run(None, {"input_ids": ids, "attention_mask": mask})
-    past, out = empty_past(decoder, len(ids)), np.full((len(ids), 1), start)
+    past = empty_past(decoder, len(ids))
+    out = np.full((len(ids), 1), start)
     for _ in range(num_tokens):
         inputs = {
             "input_ids": out[:, -1:],

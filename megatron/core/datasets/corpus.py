@@ -110,9 +110,9 @@ class Corpus:
                 continue
             if time.monotonic() - max(waiting_since_s, self._alive_at_s()) > _SILENCE_S:
                 raise DataError(
-                    f"--data-path {self.path}: no process tokenizes it any more; see "
-                    f"{os.path.join(self.directory, 'log.txt')}, and start the run again, which "
-                    "continues where it ended"
+                    f"--data-path {self.path}: no process tokenizes it any more; see log.txt in "
+                    f"{self.directory}, or beside the shards of the first text of --data-path, and "
+                    "start the run again, which continues where it ended"
                 )
             time.sleep(_POLL_S)
         return self._open(number)

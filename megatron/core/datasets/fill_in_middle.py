@@ -48,19 +48,19 @@ class FillInMiddle:
         begins = len(start) > 0 and np.array_equal(tokens[: len(start)], start)
         if not is_chosen or begins:
             return tokens
-        has_end = len(tokens) > 0 and tokens[-1] == self.eod
-        body, end = tokens[: len(tokens) - has_end], tokens[len(tokens) - has_end :]
+        body, end = _without_end(tokens, self.eod)
         if self.split is None:
             return np.concatenate([self._reordered(body, random), end])
         fragments = [
-            self._fragment(part, random) if random.random() < self.fragment_rate else part
+            self._fragment(part, self.split, random)
+            if random.random() < self.fragment_rate
+            else part
             for part in _cut(body, self.split)
         ]
         return np.concatenate([*fragments, end])
 
-    def _fragment(self, tokens: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        has_end = len(tokens) > 0 and tokens[-1] == self.split
-        body, end = tokens[: len(tokens) - has_end], tokens[len(tokens) - has_end :]
+    def _fragment(self, tokens: np.ndarray, last: int, random: np.random.Generator) -> np.ndarray:
+        body, end = _without_end(tokens, last)
         return np.concatenate([self._reordered(body, random), end])
 
     def _reordered(self, tokens: np.ndarray, random: np.random.Generator) -> np.ndarray:
@@ -69,16 +69,26 @@ class FillInMiddle:
         low, high = np.sort(random.integers(0, count + 1, 2)).tolist()
         if count < 3:  # the special tokens do not fit
             return tokens
-        prefix, middle, suffix = tokens[:low], tokens[low:high], tokens[high:]
+        prefix = tokens[:low]
+        middle = tokens[low:high]
+        suffix = tokens[high:]
         left_over = max(0, 3 - len(suffix))
         suffix = suffix[: max(0, len(suffix) - 3)]
         from_prefix = min(left_over, len(prefix))
         prefix = prefix[: len(prefix) - from_prefix]
         middle = middle[: len(middle) - (left_over - from_prefix)]
-        first, last, fill = [self.prefix], [self.suffix], [self.middle]
+        first = [self.prefix]
+        last = [self.suffix]
+        fill = [self.middle]
         if is_spm:
             return np.concatenate([first, last, suffix, fill, prefix, middle])
         return np.concatenate([first, prefix, last, suffix, fill, middle])
+
+
+def _without_end(tokens: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens before a last token ``end``, and this one if it is there."""
+    length = len(tokens) - int(len(tokens) > 0 and tokens[-1] == end)
+    return tokens[:length], tokens[length:]
 
 
 def _cut(tokens: np.ndarray, end: int) -> list[np.ndarray]:

@@ -49,7 +49,8 @@ class Permutation:
         half = self._half_bits
         mask = (1 << half) - 1
         while True:
-            left, right = i >> half, i & mask
+            left = i >> half
+            right = i & mask
             for key in self._round_keys:
                 left, right = right, left ^ (_mixed(right ^ key) & mask)
             i = left << half | right
@@ -207,7 +208,8 @@ class BlendOrder:
     def __getitem__(self, i: int) -> tuple[int, int]:
         """Return the source of sample ``i`` and how many earlier samples come from it."""
         point = i * self._step % self._period
-        low, high = 0, len(self._ends) - 1
+        low = 0
+        high = len(self._ends) - 1
         while low < high:
             middle = (low + high) // 2
             if point < self._ends[middle]:

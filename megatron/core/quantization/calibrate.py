@@ -204,7 +204,8 @@ class _Site:
 
     def set_scales(self) -> None:
         """Compute the scales of the weight.  Collective over tp for scales that span ranks."""
-        quantizer, to = self.quantizer, self.to
+        quantizer = self.quantizer
+        to = self.to
         amax = amax_of(self.weight, to)
         if self.is_sharded and info_of(quantizer.weight_scale).shard_dim is None:
             all_reduce_over(amax, self.tp, op=ReduceOp.MAX)
@@ -225,7 +226,8 @@ class _Site:
 
     def set_input_scale(self, observed: RangeObserver) -> None:
         """Set the static scale of inputs.  Collective."""
-        to, scale = self.quantizer.recipe.input, self.quantizer.input_scale
+        to = self.quantizer.recipe.input
+        scale = self.quantizer.input_scale
         if to is not None and scale is not None:
             amax = observed.range(to, *self.all_groups).view(1, 1)
             scale.copy_(second_scale_of(amax) if to.has_two_levels else scale_of(amax, to))
@@ -329,7 +331,8 @@ def _norms(layer: TransformerLayer) -> Iterator[tuple[Linear, _Source]]:
 
 
 def _values(attention: SelfAttention) -> Iterator[tuple[Linear, _Source]]:
-    qkv, proj = attention.linear_qkv, attention.linear_proj
+    qkv = attention.linear_qkv
+    proj = attention.linear_proj
     if not (isinstance(qkv, Linear) and isinstance(proj, Linear) and qkv.weight is not None):
         return
     rows = info_of(qkv.weight).interleaved
@@ -342,7 +345,9 @@ def _values(attention: SelfAttention) -> Iterator[tuple[Linear, _Source]]:
 
 
 def _gated(mlp: MLP) -> Iterator[tuple[Linear, _Source]]:
-    first, second, config = mlp.linear_fc1, mlp.linear_fc2, mlp.config
+    first = mlp.linear_fc1
+    second = mlp.linear_fc2
+    config = mlp.config
     is_linear = config.gated_linear_unit and config.activation_func_clamp_value is None
     if not (is_linear and isinstance(first, Linear) and isinstance(second, Linear)):
         return
@@ -379,7 +384,8 @@ def _factors(site: _Site, statistics: _Statistics, source: _Source) -> Tensor | 
         error = rounded / factors - weight
         loss = site.over_rows((error.matmul(moments) * error).sum(), ReduceOp.SUM)
         if losses is None or loss < losses * (1 - _GAIN):
-            best, losses = factors, loss
+            best = factors
+            losses = loss
     return best
 
 

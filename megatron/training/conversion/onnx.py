@@ -47,7 +47,8 @@ FORMAT = "onnx"
 REPORT = "report.json"
 Named = dict[str, Tensor]
 _FLAG = f"--format {FORMAT}"
-_PAST, _PRESENT = "past_key_values.", "present."
+_PAST = "past_key_values."
+_PRESENT = "present."
 _IDS = {0: "batch", 1: "sequence"}
 # Dimensions of inputs that vary; those of past keys and values are `_dims_of_past`.
 _DIMS: dict[str, dict[int, str]] = {
@@ -58,7 +59,10 @@ _DIMS: dict[str, dict[int, str]] = {
     "pixel_values": {0: "batch"},
 }
 # Sizes in examples.  All differ: the exporter takes equal ones for one dimension.
-_BATCH, _LENGTH, _OTHER_LENGTH, _PAST_LENGTH = 2, 5, 7, 3
+_BATCH = 2
+_LENGTH = 5
+_OTHER_LENGTH = 7
+_PAST_LENGTH = 3
 
 
 @dataclass(frozen=True)
@@ -179,8 +183,11 @@ class TracedCache:
     ) -> None:
         self.past = past
         self.present: Named = {}
-        self.place, self.windows, self.prefix = positions, windows, prefix
-        self.padding, self.other_padding = padding, other_padding
+        self.place = positions
+        self.windows = windows
+        self.prefix = prefix
+        self.padding = padding
+        self.other_padding = other_padding
 
     def positions(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return the positions, and the length of the complete row as the context of each."""
@@ -200,7 +207,8 @@ class TracedCache:
     ) -> Tensor:
         """Append to the past and attend, with a mask in place of causality and windows."""
         keys, values = self._joined(f"{layer_index}.{self.prefix}", key, value)
-        count, total = query.shape[0], keys.shape[0]
+        count = query.shape[0]
+        total = keys.shape[0]
         slots = torch.arange(total)
         distance = slots[total - count :, None] - slots
         hidden = distance < 0
@@ -303,7 +311,8 @@ def _past_in(inputs: Named) -> Named:
 
 
 def _gpt(model: Any, windows: Mapping[Any, Window], x: Named) -> Named:
-    ids, places = x["input_ids"], x["position_ids"]
+    ids = x["input_ids"]
+    places = x["position_ids"]
     cache = TracedCache(_past_in(x), places.t(), windows, padding=x["attention_mask"] == 0)
     return {"logits": model(ids, places, None, inference_context=cache), **cache.present}
 
@@ -320,7 +329,8 @@ def _encoder(model: Any, x: Named) -> Named:
 
 
 def _decoder(model: Any, windows: Mapping[Any, Window], x: Named) -> Named:
-    ids, past = x["input_ids"], _past_in(x)
+    ids = x["input_ids"]
+    past = _past_in(x)
     start = next((t.shape[2] for n, t in past.items() if ".decoder." in n), 0)
     cache = TracedCache(
         past,

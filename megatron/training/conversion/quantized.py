@@ -163,7 +163,8 @@ def _from_awq(parts: _Parts, settings: Mapping[str, Any]) -> _Decoded:
         return numbers[..., _AWQ_ORDER].flatten(1)
 
     def make() -> Tensor:
-        codes, zero_points = unpacked(words).t(), unpacked(zeros).t()
+        codes = unpacked(words).t()
+        zero_points = unpacked(zeros).t()
         return _scaled(codes, scales.make().t(), (1, size), zero_points)
 
     return (rows, columns), make
@@ -225,7 +226,8 @@ def _from_codes(parts: _Parts, settings: Mapping[str, Any]) -> _Decoded:
 
 
 def _from_mxfp4(parts: _Parts, settings: Mapping[str, Any]) -> _Decoded:
-    blocks, scales = parts["blocks"], _part(parts, "scales")
+    blocks = parts["blocks"]
+    scales = _part(parts, "scales")
     _check(blocks, torch.uint8, (*blocks.shape[:2], 16))
     _check(scales, torch.uint8, blocks.shape[:2])
 

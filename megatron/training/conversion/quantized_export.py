@@ -43,7 +43,8 @@ from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule
 from megatron.training.conversion.verify import model_on_meta
 
-COMPRESSED_TENSORS, MODELOPT = "compressed-tensors", "modelopt"
+COMPRESSED_TENSORS = "compressed-tensors"
+MODELOPT = "modelopt"
 FORMS = (COMPRESSED_TENSORS, MODELOPT)
 BUFFER = INSIDE_QUANTIZER  # in the names of the scales of a calibrated checkpoint
 
@@ -139,7 +140,8 @@ def quantize(
     plain = [t.name for t in tensors if t.name not in layers and len(t.shape) == 2]
     ignored = [name.removesuffix(".weight") for name in plain if name.endswith(".weight")]
     if wanted.form == MODELOPT:
-        algorithm, size = _modelopt_name(wanted), wanted.recipe.weight.block[1]
+        algorithm = _modelopt_name(wanted)
+        size = wanted.recipe.weight.block[1]
         settings: JsonObject = {"quant_algo": algorithm, "kv_cache_quant_algo": None}
         settings |= {"group_size": size} if size else {}
         return out, {"quant_method": MODELOPT, **settings, "ignore": ignored}
@@ -322,7 +324,8 @@ def _described(to: NumberFormat, *, is_input: bool = False) -> JsonObject:
 
 def _modelopt_name(wanted: Quantization) -> str:
     """Return ModelOpt's quant_algo.  Raises CheckpointError where its files have none."""
-    to, source = wanted.recipe.weight, wanted.input
+    to = wanted.recipe.weight
+    source = wanted.input
     is_static = source is not None and not source.is_dynamic
     if to.has_two_levels:
         return "W4A16_NVFP4" if source is None else "NVFP4"

@@ -43,7 +43,8 @@ from megatron.training.tokenizer import (
 
 HF = "hf"
 PEFT = "peft"
-_WINDOWS, _WINDOW = 16, 256  # rows and tokens of a row of --report-text
+_WINDOWS = 16  # rows of --report-text
+_WINDOW = 256  # tokens of a row
 BESIDE = "huggingface"  # folder next to iter_*: config.json, tokenizer, generation config
 EMBEDDING = "embedding.word_embeddings.weight"
 # Arguments that define a model, besides those of --use-checkpoint-args; values that every run

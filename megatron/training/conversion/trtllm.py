@@ -31,7 +31,8 @@ NOTE = (
     "folder (--format hf)"
 )
 _FLAG = f"--format {FORMAT}"
-_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
 # Values that config.json or the sizes of the weights express; others must be as `_NEEDED` says,
 # or have the default of `ModelShape`.
 _TAKEN = (

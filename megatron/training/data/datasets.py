@@ -90,7 +90,8 @@ def _build_phases(
     reads: bool,
 ) -> list[Any]:
     """Build the training data of each phase that is not over; the other sets are of the first."""
-    data, batch = run.config.data, run.batches.global_batch_size_wanted
+    data = run.config.data
+    batch = run.batches.global_batch_size_wanted
     total, *others = num_samples
     assert total is not None, "checks require iterations"
     if (read := run.state.consumed_train_samples) != (wanted := run.state.iteration * batch):

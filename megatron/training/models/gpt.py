@@ -91,7 +91,8 @@ def _fill_in_middle(data: DataConfig, tokenizer: MegatronTokenizer | None) -> Fi
         return vocabulary.get(token, -1)
 
     rate = data.fim_fragment_rate
-    start, split = data.fim_no_prefix, data.fim_split_sample
+    start = data.fim_no_prefix
+    split = data.fim_split_sample
     settings = FillInMiddle(
         data.fim_rate,
         data.fim_spm_rate,

@@ -205,7 +205,8 @@ class _Writer:
 
     def shards(self) -> Iterator[None]:
         """Write the shards that are not finished.  Raises DataError if no first record is good."""
-        progress, source = self.progress, self.source
+        progress = self.progress
+        source = self.source
         if progress.is_complete:
             return
         progress.error = None
@@ -237,7 +238,8 @@ class _Writer:
             yield encoded
 
     def _write_shard(self, part: Sequence[EncodedBlock]) -> None:
-        progress, directory = self.progress, self.source.directory
+        progress = self.progress
+        directory = self.source.directory
         number = len(progress.num_sequences)
         prefix = shard_prefix(directory, number)
         builder = IndexedDatasetBuilder(get_bin_path(prefix), self.dtype)

@@ -46,7 +46,8 @@ class TRTLLMConfig(SimpleNamespace):
 
     def to_dict(self) -> JsonObject:
         """Return the content of config.json, which all ranks share."""
-        tp, pp = self.mapping.tp_size, self.mapping.pp_size
+        tp = self.mapping.tp_size
+        pp = self.mapping.pp_size
         return {**vars(self), "mapping": {"world_size": tp * pp, "tp_size": tp, "pp_size": pp}}
 
 

@@ -103,7 +103,8 @@ class TRTLLMLayers(Enum):
         for name, value in model_state_dict.items():
             if name.endswith("_extra_state"):
                 continue
-            plain, number = name, None
+            plain = name
+            number = None
             if state_dict_split_by_layer_numbers:
                 plain, number = TRTLLMLayers.return_layer_name_and_number(name)
             if plain not in trtllm_conversion_dict:
