@@ -30,7 +30,7 @@ from megatron.core.datasets.utils import EpochOrder
 _POLL_S = 0.2
 _SILENCE_S = 120.0  # without a sign of the tokenizing process: it is gone
 _OPEN_SHARDS = 32
-_SEQUENCE_BITS = 32  # of a number that names a sequence; the others are those of its shard
+_SEQUENCE_BITS = 32  # lower bits of a sequence's number; the upper ones are its shard's number
 
 
 @dataclass
@@ -123,12 +123,6 @@ class Corpus:
             return time.monotonic() - (time.time() - os.path.getmtime(alive_path(self.directory)))
         except FileNotFoundError:
             return 0.0
-
-    def num_shards(self) -> int:
-        """Return the number of shards of the complete corpus; waits for its end."""
-        while self.shard(len(self._progress.num_sequences)) is not None:
-            pass
-        return len(self._progress.num_sequences)
 
     def get(self, number: int, offset: int, length: int | None) -> np.ndarray:
         """Return tokens of a sequence, as `IndexedDataset.get` does."""

@@ -10,7 +10,7 @@ document_index i32[E]: sequence numbers in reading order, shuffled, for all epoc
 sample_index [n+1, 2]: start of each sample (position in document_index, token offset).
 shuffle_index u32[n]: order in which the dataset returns samples.
 Arrays, file names and the use of random numbers are a file format: equal requests must give equal
-bytes.  With ``index_free`` there are no arrays, and the order is that of `DocumentOrder`.
+bytes.  With ``index_free`` there are no arrays, and `DocumentOrder` computes the order.
 """
 
 from __future__ import annotations
