@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,9 @@ PROMPTS = ["1 2 3", "5"]
 
 @pytest.fixture(autouse=True)
 def programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the scripts find this environment's python and torchrun, and a free port."""
+    """Let the scripts find this environment's python and torchrun."""
     folder = Path(forked.python()).parent
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
     monkeypatch.chdir(ROOT)
 
 

@@ -11,11 +11,8 @@ while [[ $# -gt 0 && $1 != --* ]]; do GIVEN+=("$1") && shift; done
 CHECKPOINT_PATH=${GIVEN[0]:-checkpoints/gpt3_345m}
 
 DISTRIBUTED_ARGS=(
+    --standalone # one node; torchrun takes a free port
     --nproc_per_node "${GPUS_PER_NODE:-${TP_SIZE:-1}}"
-    --nnodes 1
-    --node_rank 0
-    --master_addr "${MASTER_ADDR:-localhost}"
-    --master_port "${MASTER_PORT:-6000}"
 )
 
 INFERENCE_ARGS=(
