@@ -38,7 +38,7 @@ BUDGETS: dict[str, int] = {
     "core/pipeline_parallel": 7400,
     "core/quantization": 8500,
     "core/rerun": 5350,
-    "core/ssm": 5600,
+    "core/ssm": 7750,
     "core/tensor_parallel": 14540,
     "core/transformer": 55800,
     "core/virtual_ranks": 3800,
