@@ -59,7 +59,7 @@ BUDGETS: dict[str, int] = {
     "training/compat": 3900,
     "training/config": 8650,
     "training/conversion": 47800,
-    "training/data": 5300,
+    "training/data": 5450,
     "training/datasets": 0,
     "training/estimates": 5100,
     "training/fault_tolerance": 16550,

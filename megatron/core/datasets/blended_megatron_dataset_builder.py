@@ -139,8 +139,8 @@ class BlendedMegatronDatasetBuilder:
         counts = [len(dataset) for dataset in datasets]
         if size is not None and size > sum(counts):
             logger.warning(
-                "the %s data paths have no weights, so each is read once: %d samples, of %d asked "
-                "for; give weights to repeat data",
+                "the %s data paths have no weights, so the set has each of their samples once: %d "
+                "samples, of %d asked for; weights would repeat data",
                 Split(i).name,
                 sum(counts),
                 size,

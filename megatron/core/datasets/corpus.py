@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -81,17 +81,21 @@ def alive_path(directory: str) -> str:
 
 
 class Corpus:
-    """Sequences of a corpus that may still grow; a number holds a shard and a place in it."""
+    """Sequences of a corpus that may still grow; a number holds a shard and a place in it.
 
-    def __init__(self, directory: str, path: str) -> None:
+    ``settings``: keyword arguments of the `IndexedDataset` of each shard.
+    """
+
+    def __init__(self, directory: str, path: str, **settings: Any) -> None:
         self.directory = directory
         self.path = path  # as the user named it
+        self._settings = settings
         self._progress = CorpusProgress()
         self._opened_at_s = time.time()
         self._open = lru_cache(_OPEN_SHARDS)(self._open_shard)
 
-    def __reduce__(self) -> tuple[type[Corpus], tuple[str, str]]:
-        return type(self), (self.directory, self.path)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), **self._settings), (self.directory, self.path)
 
     def shard(self, number: int) -> IndexedDataset | None:
         """Return a shard, or None if the corpus has fewer; waits until this is known.
@@ -131,7 +135,7 @@ class Corpus:
         return tokens
 
     def _open_shard(self, number: int) -> IndexedDataset:
-        return IndexedDataset(shard_prefix(self.directory, number))
+        return IndexedDataset(shard_prefix(self.directory, number), **self._settings)
 
 
 class CorpusOrder:

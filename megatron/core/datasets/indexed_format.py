@@ -85,6 +85,11 @@ def get_bin_path(path_prefix: str) -> str:
 def unreadable(path: str, error: OSError | ValueError) -> DataError:
     """Return the error for a data file that cannot be opened; ValueError is a NUL in the path."""
     reason = getattr(error, "strerror", None) or error
+    if os.path.isfile(path[:-4]) and not path[:-4].endswith((".bin", ".idx")):
+        return DataError(
+            f"{path[:-4]} is a file, not a prefix of .bin and .idx: only left-to-right pretraining "
+            "reads text in --data-path; write the two files with tools/preprocess_data.py"
+        )
     return DataError(
         f"{path}: {reason}; a data path is named without "
         ".bin or .idx, with a weight before each of several or before none"

@@ -77,15 +77,18 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Sample]):
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
     ) -> LowLevelDataset:
         """Open the data source: a .bin/.idx pair on disk or in object storage, or a corpus."""
+        settings: dict[str, Any] = {
+            "mmap": config.mmap_bin_files,
+            "verify_data": config.verify_data,
+        }
         if dataset_path is not None and dataset_path in config.corpora:
-            return Corpus(config.corpora[dataset_path], dataset_path)
+            return Corpus(config.corpora[dataset_path], dataset_path, **settings)
         cache = config.object_storage_cache_path
         return IndexedDataset(
             given_path(dataset_path),
-            mmap=config.mmap_bin_files,
             object_storage_config=ObjectStorageConfig(cache) if cache else None,
-            verify_data=config.verify_data,
             checks_index=not config.index_free,
+            **settings,
         )
 
     @staticmethod

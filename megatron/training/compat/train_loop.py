@@ -172,7 +172,7 @@ def build_train_valid_test_data_iterators(
         run.data = data
     valid = [_endless(loader) for loader in data.valid_loaders]
     several = run.config.validation.multiple_validation_sets
-    return data.train, valid if several else valid[0], _endless(data.test_loader)
+    return data.train, valid if several else next(iter(valid), None), _endless(data.test_loader)
 
 
 def _endless(loader: object) -> object:

@@ -73,6 +73,7 @@ def build_datasets(run: RunContext, num_samples: Sequence[int | None]) -> tuple[
     else:
         builder = BlendedMegatronDatasetBuilder(cls, list(num_samples), lambda: reads, config)
         train, valid, test = builder.build()
+        _check_size(run, train, num_samples[0])
     if train is None and reads and not run.config.validation.skip_train:
         given = f"--split {config.split}" if config.split else "the data of each split"
         raise DataError(f"{given} leaves nothing to train on: give training data, or --skip-train")
@@ -112,9 +113,24 @@ def _build_phases(
         train, *more = BlendedMegatronDatasetBuilder(
             GPTDataset, sizes, lambda: reads, settings
         ).build()
+        _check_size(run, train, sizes[0])
         sets.append(train)
         rest = more if phase == 0 else rest
     return [PhasedDataset(sets, starts) if reads else None, *rest]
+
+
+def _check_size(run: RunContext, train: Any, wanted: int | None) -> None:
+    """Raise DataError for training data that ends before the run does."""
+    training = run.config.training
+    may_end_early = (
+        training.exit_interval or training.exit_duration_in_mins or run.config.validation.skip_train
+    )
+    is_read_once = run.config.data.dataloader_type == "single" and not may_end_early
+    if train is not None and wanted and is_read_once and len(train) < wanted:
+        raise DataError(
+            f"the training data has {len(train)} samples and the run reads {wanted}: paths without "
+            "weights are read once; give weights, which repeat data, or fewer steps"
+        )
 
 
 def count_epochs(run: RunContext) -> None:

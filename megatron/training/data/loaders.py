@@ -110,6 +110,9 @@ def build_data(run: RunContext, provider: Provider) -> TrainingData:
     Index building may take long on the first rank.  The other ranks wait for its file lock
     meanwhile, so that no collective is pending (it could run into its timeout).
     """
+    evaluates = run.config.validation.eval_iters > 0 or run.config.validation.full_validation
+    if run.finished() and not evaluates:
+        return TrainingData()  # nothing is read, and no text is tokenized
     sizes = train_valid_test_num_samples(run)
     print_detail(" > datasets target sizes (minimum size):")
     for name, size in zip(("train:     ", "validation:", "test:      "), sizes, strict=True):

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sized
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
+from megatron.core.config.errors import DataError
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.parallel.collectives import largest_of_ranks
 from megatron.training.data.loaders import agree_on, chunk_iterators
@@ -64,7 +65,7 @@ def evaluate(
         eval_iters = whole_pass_iters(run, loader)
     if is_final:
         print_detail(f"Evaluating on {eval_iters * batch_size} samples")
-    data = chunk_iterators(run, loader)
+    data = chunk_iterators(run, None if loader is None else _repeat(run, loader, split))
     for chunk in run.model_chunks:
         chunk.eval()
     totals: dict[str, torch.Tensor] = {}
@@ -95,6 +96,21 @@ def evaluate(
         set_index=set_index,
         is_final=is_final,
     )
+
+
+def _repeat(run: ModelRun, loader: Any, split: str) -> Iterator[object]:
+    """Yield the micro-batches of ``loader`` again and again: a set without weights may be short."""
+    while True:
+        is_empty = True
+        for batch in loader:
+            is_empty = False
+            yield batch
+        if is_empty:
+            at_once = run.config.training.micro_batch_size * run.groups.dp.size()
+            raise DataError(
+                f"the {split} data has fewer samples than all ranks read at once, {at_once}: give "
+                "it a larger share in --split, or no use (--eval-iters 0)"
+            )
 
 
 def _report_non_loss_data(run: ModelRun, loader: Loader | None) -> None:

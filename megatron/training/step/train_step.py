@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import device
+from megatron.core.config.errors import DataError
 from megatron.core.diagnostics import straggler
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.diagnostics.timers import timed
@@ -232,6 +233,11 @@ def train(run: TrainingRun) -> None:
                 # Save again: the checkpoint needs the state of the reruns.
                 run.checkpoints.saved_at = None
             break
+        except StopIteration:
+            raise DataError(
+                f"the training data ended after {run.state.consumed_train_samples} samples: give "
+                "more, or weights, which repeat it"
+            ) from None
         flops = num_floating_point_operations(
             run.config_of_work, result.batch_size, run.padded_vocab_size
         )

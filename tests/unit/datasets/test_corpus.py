@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pickle
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -220,6 +221,23 @@ class TestShards:
 
 
 class TestSamples:
+    def test_shards_obey_the_flags_of_data_files(
+        self, text: Path, tokenizer: MegatronTokenizer
+    ) -> None:
+        source = source_of(text, tokenizer)
+        tokenize([source], tokenizer, 1)
+        damaged = Path(shard_prefix(source.directory, 0) + ".bin")
+        content = bytearray(damaged.read_bytes())
+        content[100] ^= 1
+        damaged.write_bytes(content)
+        assert samples(train_set(source), range(20))
+        with pytest.raises(DataError, match=r"00000\.bin.* damaged"):
+            samples(pickle.loads(pickle.dumps(train_set(source, verify_data=True))), range(20))
+        train = train_set(source, mmap_bin_files=False)
+        shard = train.dataset.shard(1)  # type: ignore[attr-defined]
+        assert shard is not None
+        assert not shard.mmap
+
     def test_the_stream_of_a_growing_corpus_is_that_of_the_complete_one(
         self, text: Path, tokenizer: MegatronTokenizer, monkeypatch: pytest.MonkeyPatch
     ) -> None:

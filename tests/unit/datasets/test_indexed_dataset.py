@@ -281,6 +281,10 @@ class TestDamage:
     def test_a_missing_file_is_named_with_the_cure(self, prefix: str) -> None:
         with pytest.raises(DataError, match=r"data\.bin: No such file.*without \.bin or \.idx"):
             IndexedDataset(prefix)
+        text = Path(prefix).with_name("text.jsonl")
+        text.write_text("{}")
+        with pytest.raises(DataError, match=r"text\.jsonl is a file, .* tools/preprocess_data\.py"):
+            IndexedDataset(str(text))
         with pytest.raises(DataError, match="embedded null byte; a data path is named without"):
             IndexedDataset(prefix + "\0")
         Path(get_bin_path(prefix)).touch()
