@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import operator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.chat_templates import write_chat_tokenizer, write_conversations
 from tests.support.dataset_files import numbered, write
 from tests.support.ranks import run_ranks
-from tests.support.runs import TINY, run_gpt, train_gpt
+from tests.support.runs import TINY, refusal, run_gpt
 
 ON_FILES = [flag for flag in TINY if flag != "--mock-data"]
 
@@ -22,13 +23,6 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     low = [[token % 50 for token in document] for document in numbered([33] * 20)]
     high = [[50 + token % 50 for token in document] for document in numbered([33] * 10)]
     return [write(folder / "low", low), write(folder / "high", high)]
-
-
-def refused(rank: int, world_size: int, argv: list[str]) -> str:
-    """Return the error message of a run that must fail."""
-    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit):
-        train_gpt(rank, world_size, argv)
-    return said.getvalue()
 
 
 class TestSetsWithoutWeights:
@@ -47,7 +41,97 @@ class TestSetsWithoutWeights:
     def test_training_data_that_ends_before_the_run_is_refused(self, prefixes: list[str]) -> None:
         flags = ["--train-iters", "6", "--eval-iters", "0", "--split", "1,0,0"]
         argv = [*ON_FILES, "--data-path", *prefixes, *flags]
-        (said,) = run_ranks(refused, 1, argv)
+        (said,) = run_ranks(refusal, 1, argv)
         assert "has 30 samples and the run reads 48: paths without weights are read once" in said
-        (said,) = run_ranks(refused, 1, [*argv, "--exit-interval", "5"])  # it may end earlier
+        (said,) = run_ranks(refusal, 1, [*argv, "--exit-interval", "5"])  # it may end earlier
         assert "the training data ended after 24 samples" in said
+
+
+def by_source(log: list[dict[str, Any]]) -> dict[str, list[float | None]]:
+    """Return tag -> value at each step, of the tags of sources."""
+    tags = [f"{label}/{name}" for label in ("lm loss", "tokens") for name in ("low", "high")]
+    return {tag: [line.get(tag) for line in log if line["kind"] == "step"] for tag in tags}
+
+
+class TestLossBySource:
+    FLAGS = (
+        "--split 100,0,0 --eval-iters 0 --log-loss-by-source --log-interval 2 --num-layers 4"
+    ).split()
+
+    @pytest.fixture(scope="class")
+    def one_process(self, prefixes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
+        low, high = prefixes
+        argv = ["--data-path", "3", low, "1", high, *self.FLAGS]
+        return by_source(run_gpt(tmp_path_factory.mktemp("one"), *argv, base=ON_FILES))
+
+    def test_it_is_the_mean_over_the_tokens_of_a_source(
+        self, one_process: Any, prefixes: list[str], tmp_path: Path
+    ) -> None:
+        assert one_process["tokens/low"] == [None, 12 * 32, None, 24 * 32]
+        assert one_process["tokens/high"] == [None, 4 * 32, None, 8 * 32]
+        # A learning rate of 0: the loss of each source alone is its loss in the blend.
+        still = ["--lr", "0", "--min-lr", "0", "--train-iters", "2", *self.FLAGS]
+        low, high = prefixes
+        blend = run_gpt(tmp_path / "ab", "--data-path", "1", low, "1", high, *still, base=ON_FILES)
+        mean = blend[-1]["interval"]["lm loss"]
+        losses = [blend[-1][f"lm loss/{name}"] for name in ("low", "high")]
+        assert sum(losses) / 2 == pytest.approx(mean, rel=1e-5)
+        assert abs(losses[0] - losses[1]) > 1e-4
+        assert blend[-1]["interval"]["lm loss low"] == losses[0]
+
+    @pytest.mark.parametrize(
+        "layout",
+        [
+            "--tensor-model-parallel-size 2 --context-parallel-size 2 "
+            "--make-vocab-size-divisible-by 64",
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        ],
+    )
+    def test_it_is_the_same_in_every_layout(
+        self, one_process: Any, prefixes: list[str], tmp_path: Path, layout: str
+    ) -> None:
+        low, high = prefixes
+        argv = ["--data-path", "3", low, "1", high, *self.FLAGS, *layout.split()]
+        found = by_source(run_gpt(tmp_path, *argv, world_size=4, base=ON_FILES))
+        for tag, values in one_process.items():
+            assert found[tag] == [value and pytest.approx(value, rel=1e-4) for value in values]
+
+    def test_a_resumed_run_continues_the_counts_in_new_phases(
+        self, one_process: Any, prefixes: list[str], tmp_path: Path
+    ) -> None:
+        low, high = prefixes
+        for name, content in (("0", f"3 {low} 1 {high}"), ("1", f"1 {high}")):
+            (tmp_path / name).write_text(content)
+        phases = ["--phase-transition-iterations", "2", "--phase-data-args-path"]
+        argv = [*phases, str(tmp_path / "0"), str(tmp_path / "1"), *self.FLAGS]
+        save = ["--save", str(tmp_path / "ck"), "--load", str(tmp_path / "ck")]
+        run_gpt(tmp_path, *argv, *save, "--train-iters", "4", "--exit-interval", "3", base=ON_FILES)
+        log = by_source(run_gpt(tmp_path, *argv, *save, base=ON_FILES))
+        assert log["tokens/low"] == [None, 12 * 32, None, 12 * 32]
+        assert log["tokens/high"] == [None, 4 * 32, None, 20 * 32]
+        assert log["lm loss/low"][3] is None
+
+    def test_rows_of_conversations_count_the_tokens_of_answers(self, tmp_path: Path) -> None:
+        pytest.importorskip("jinja2")
+        write_chat_tokenizer(tmp_path)
+        paths = [str(write_conversations(tmp_path / f"{i}.jsonl", 20, seed=i)) for i in range(2)]
+        flags = f"--sft --tokenizer-type SFTTokenizer --tokenizer-model {tmp_path} --log-interval 2"
+        words = [*flags.split(), "--log-loss-by-source", "--eval-iters", "0", "--seq-length", "128"]
+        base = [
+            flag for flag in ON_FILES if flag not in ("--no-create-attention-mask-in-dataloader")
+        ]
+        argv = [
+            "--max-position-embeddings",
+            "128",
+            "--train-data-path",
+            "1",
+            paths[0],
+            "1",
+            paths[1],
+        ]
+        (line,) = run_gpt(tmp_path, *words, *argv, "--train-iters", "2", base=base)[-1:]
+        counts = [line["tokens/0.jsonl"], line["tokens/1.jsonl"]]
+        losses = [line["lm loss/0.jsonl"], line["lm loss/1.jsonl"]]
+        assert min(counts) > 0
+        mean = sum(map(operator.mul, counts, losses)) / sum(counts)
+        assert mean == pytest.approx(line["interval"]["lm loss"], rel=0.02)

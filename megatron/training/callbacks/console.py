@@ -72,7 +72,7 @@ class ShortSink(Sink):
         steps = record.iteration - iteration
         fields = [f"step {record.iteration:,}/{record.train_iters:,}"]
         interval = record.interval or {}
-        losses = {k: v for k, v in interval.items() if k not in FORMATS} or record.losses
+        losses = {k: v for k, v in interval.items() if _is_loss(k)} or record.losses
         fields += [f"{name} {value:.4f}" for name, value in losses.items()]
         for name, label in (("grad norm", "grad norm"), ("learning rate", "lr")):
             if name in interval:
@@ -93,6 +93,10 @@ class ShortSink(Sink):
         _print_line(" | ".join([*fields, *(f"{name} {v:.4f}" for name, v in values.items())]))
 
 
+def _is_loss(label: str) -> bool:
+    return label not in FORMATS and not label.startswith("tokens ")
+
+
 def _print_line(text: str) -> None:
     print(f"{CLEAR if sys.stdout.isatty() else ''}{text}", flush=True)
 
@@ -101,7 +105,7 @@ def training_line(iteration: int, train_iters: int, interval: Mapping[str, float
     """Return the line of one interval, from the iteration number on."""
     fields = [f" iteration {iteration:8d}/{train_iters:8d} |"]
     for label, value in interval.items():
-        text = format(value, FORMATS.get(label, _LOSS_FORMAT))
+        text = format(value, FORMATS.get(label, _LOSS_FORMAT if _is_loss(label) else "d"))
         fields.append(f" {label}: {text}{_UNITS.get(label, '')} |")
     return "".join(fields)
 

@@ -1,8 +1,9 @@
 """Collect the metrics of each step and write them once to all sinks.
 
 Order of collectives in a step: timers for TensorBoard (one all-gather, if requested); at the
---log-interval a barrier and, with --log-energy, one all-reduce; with --moe-per-layer-logging the
-load of experts (one all-reduce); after the line is printed, timers for the console (one
+--log-interval a barrier and, with --log-energy, one all-reduce; with --log-loss-by-source the
+counts of sources (one all-reduce, also before a save); with --moe-per-layer-logging the load of
+experts (one all-reduce); after the line is printed, timers for the console (one
 all-gather).  All ranks take part; only the last rank has sinks.
 """
 
@@ -96,17 +97,24 @@ class Metrics(Callback):
 
     def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         self._interval.add(run, result)
+        if run.sources is not None and not result.skipped:
+            run.sources.end_step()
         self._steps_since_write += 1
         iteration = run.state.iteration
         is_due = iteration % run.config.logging.tensorboard_log_interval == 0
         is_shown = iteration % run.config.logging.log_interval == 0
         values = self._times(run) if is_due else {}
         shown = self._end_interval(run) if is_shown else None
+        by_source: dict[str, float] = {}
+        if run.sources is not None and is_shown:
+            run.sources.collect(run.groups, has_loss=run.has_loss)
+            shown_by_source, by_source = run.sources.end_interval()
+            shown = shown and shown | shown_by_source
         self._write_pending()
         if is_due or is_shown:
             if is_due:
                 values |= step_values(run, result)
-            values |= interval_tags(run, shown or {})
+            values |= interval_tags(run, shown or {}) | by_source
             load = self._expert_load.read(run) if is_due and self._expert_load is not None else {}
             own = user_values(run, result, {*values, *result.losses, *(shown or {})})
             if shown is not None:
@@ -137,6 +145,8 @@ class Metrics(Callback):
 
     def on_pause(self, run: TrainingRun, reason: PauseReason) -> None:
         self._write_pending()
+        if run.sources is not None and reason == "checkpoint":
+            run.sources.collect(run.groups, has_loss=run.has_loss)
         if self._in_loop:
             run.timers(_INTERVAL_TIMER).stop()
             if self._energy is not None:

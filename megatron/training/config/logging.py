@@ -45,6 +45,11 @@ class LoggingConfig:
     log_throughput: bool = _logging(
         False, "Log TFLOP/s, tokens/s and, on known GPUs, MFU per device."
     )
+    log_loss_by_source: bool = _logging(
+        False,
+        "Log the mean loss of each data path of a blend over the --log-interval, and the tokens "
+        "with loss that were read from it so far.",
+    )
     log_progress: bool = _logging(
         False, "Write steps, tokens and FLOPs to progress.txt beside the checkpoints."
     )

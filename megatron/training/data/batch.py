@@ -20,9 +20,11 @@ from megatron.core.diagnostics.straggler import StragglerDetector
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
 from megatron.core.rank_local import each_rank_owns
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.training.data.loaders import batch_table
 from megatron.training.models.kind import BatchTable, DocumentSpec, TensorSpec
 from megatron.training.models.registry import implementation_of
 from megatron.training.runtime.context import RunContext
+from megatron.training.runtime.source_losses import SOURCE_IDS
 
 _stimer = StragglerDetector()
 # Group of devices -> group of the same ranks' hosts, made by the first micro-batch with bounds of
@@ -43,12 +45,14 @@ def next_batch(
     stage = run.stages[get_attr_wrapped_model(model, "vp_stage") or 0]
     with _stimer(bdata=True):
         kind = implementation_of(run.config)
-        table = kind.batch(run.config, stage, run.placement.num_stages)
+        table = batch_table(run, stage)
         batch = load_batch(data_iterator, table, run.groups.tp)
         if kind.joins_rows:
             batch = _as_one_row(batch, table, run.groups.cp, is_planned=_is_planned(run.groups.tp))
         elif not kind.splits_sequences:
             batch = get_batch_on_this_cp_rank(batch, run.groups.cp)
+        if run.sources is not None:
+            run.sources.expect(batch.pop(SOURCE_IDS), batch["loss_mask"])
     run.timers("batch-generator").stop()
     return batch
 

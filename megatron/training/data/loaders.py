@@ -31,11 +31,12 @@ from megatron.core.datasets.utils import Blend, get_blend_from_list
 from megatron.core.rerun.state_machine import RerunDataIterator
 from megatron.core.text_files import read_text
 from megatron.training.config.data import DataConfig
-from megatron.training.models.kind import DocumentSpec, TensorSpec
+from megatron.training.models.kind import BatchTable, DocumentSpec, TensorSpec
 from megatron.training.models.registry import implementation_of
 from megatron.training.process.exit_report import in_phase
-from megatron.training.process.rank_print import print_detail
+from megatron.training.process.rank_print import print_detail, print_rank_0
 from megatron.training.runtime.context import RunContext
+from megatron.training.runtime.source_losses import SOURCE_IDS, SourceLosses, WithSources
 
 Provider = Callable[[Sequence[int | None]], tuple[Any, Any, Any]]
 
@@ -128,18 +129,22 @@ def build_data(run: RunContext, provider: Provider) -> TrainingData:
         valid, test = _map_sets(for_evaluation, [valid, test])
     if run.config.data.dataloader_type == "external":
         return _external(run, train, valid, test)
+    mean = mean_row_tokens(train)
+    run.sources = _sources_of(run)
+    if run.sources is not None:
+        train = _map_sets(run.sources.add_ids, train)
+        valid, test = _map_sets(WithSources, [valid, test])
     train_data: Any = None
     if not run.config.validation.skip_train and not run.finished():
         loader = make_loader(run, train, run.state.consumed_train_samples)
         train_data = chunk_iterators(run, loader)
     sets = list(valid) if isinstance(valid, list | tuple) else [valid]
-    evaluates = run.config.validation.eval_iters > 0 or run.config.validation.full_validation
     found = [s for s in sets if s is not None and evaluates]
     num_valid, num_test, mean = agree_on(
         run.groups.mp,
         len(found),
         int(test is not None and evaluates),
-        mean_row_tokens(train),
+        mean,
     )
     whole = run.config.validation.full_validation
     return TrainingData(
@@ -149,6 +154,21 @@ def build_data(run: RunContext, provider: Provider) -> TrainingData:
         has_test_set=bool(num_test),
         mean_row_tokens=mean,
     )
+
+
+def _sources_of(run: RunContext) -> SourceLosses | None:
+    """Return the counts of the sources of --log-loss-by-source; None for less than two sources."""
+    data = run.config.data
+    if not run.config.logging.log_loss_by_source:
+        return None
+    blend, per_split = get_blend_and_blend_per_split(data)
+    blends = [per_split[0] if per_split else blend]
+    blends += map(blend_of_phase, data.phase_data_args_path or ())
+    paths = list(dict.fromkeys(path for each in blends if each for path in each[0]))
+    if len(paths) < 2:
+        print_rank_0("--log-loss-by-source has no effect: the training data has one source")
+        return None
+    return SourceLosses(paths, run.state.tokens_by_source)
 
 
 def mean_row_tokens(dataset: Any) -> int:
@@ -202,8 +222,20 @@ def chunk_iterators(run: RunContext, loader: Any, *, prefetches: bool = True) ->
 
 def _chunks_that_read(run: RunContext) -> list[bool]:
     """Return for each model chunk whether its stage needs any tensor of a micro-batch."""
-    table, num_stages = implementation_of(run.config).batch, run.placement.num_stages
-    return [any(table(run.config, stage, num_stages).values()) for stage in run.stages]
+    return [any(batch_table(run, stage).values()) for stage in run.stages]
+
+
+def batch_table(run: RunContext, stage: int) -> BatchTable:
+    """Return the tensors that a stage reads; the last one also ids of sources, if they are logged.
+
+    Called without `sources` too, before the data is built.
+    """
+    table = implementation_of(run.config).batch(run.config, stage, run.placement.num_stages)
+    if run.sources is None:
+        return table
+    labels = table["labels"] if stage == run.placement.num_stages - 1 else None
+    assert not isinstance(labels, DocumentSpec), "labels are a tensor"
+    return {**table, SOURCE_IDS: labels and labels._replace(dtype=torch.int32)}
 
 
 def make_loader(
@@ -240,7 +272,7 @@ def make_loader(
 
 def joined_tensors(run: RunContext) -> tuple[str, ...]:
     """Return the tensors of a batch that concatenate those of its samples."""
-    table = implementation_of(run.config).batch(run.config, 0, run.placement.num_stages)
+    table = batch_table(run, 0)
     bounds = table.get("packed_seq_params")
     if isinstance(bounds, DocumentSpec) and bounds.is_trimmed:
         return tuple(name for name in table if name != "packed_seq_params")

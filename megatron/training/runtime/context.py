@@ -15,6 +15,7 @@ from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.plan import Placement
 from megatron.training.config.run import RunConfig
+from megatron.training.runtime.source_losses import SourceLosses
 from megatron.training.tokenizer import MegatronTokenizer
 
 
@@ -40,6 +41,9 @@ class StepResult:
     num_untrained: int = 0  # samples that the step left out, of a batch that was skipped all
 
 
+_TOKENS_OF = "tokens of "  # a data path
+
+
 @dataclass
 class TrainState:
     """Counters of a run.  A sample is a sequence; all fields but the last two are saved."""
@@ -53,6 +57,9 @@ class TrainState:
     best_metric: float = 0.0  # best value of --best-metric, if `best_iteration` is above 0
     best_iteration: int = 0
     evaluations_since_best: int = 0  # without an improvement of --early-stopping-min-delta
+    # Data path -> tokens with loss that were read from it (--log-loss-by-source); saved as numbers
+    # of their own, because a checkpoint's counters are numbers.
+    tokens_by_source: dict[str, float] = field(default_factory=dict, metadata={"saved": False})
     stop_reason: str | None = field(default=None, metadata={"saved": False})
     # Of the program, where a step was rejected.
     exit_code: int = field(default=0, metadata={"saved": False})
@@ -72,13 +79,17 @@ class TrainState:
     def to_dict(self) -> dict[str, Any]:
         """Return the saved counters."""
         values = asdict(self)
-        return {f.name: values[f.name] for f in fields(self) if f.metadata.get("saved", True)}
+        saved = {f.name: values[f.name] for f in fields(self) if f.metadata.get("saved", True)}
+        return saved | {_TOKENS_OF + path: n for path, n in self.tokens_by_source.items()}
 
     def load(self, values: dict[str, Any]) -> None:
         """Restore counters from `to_dict`; ignore counters that this version does not have."""
         for f in fields(self):
             if f.metadata.get("saved", True) and f.name in values:
                 setattr(self, f.name, values[f.name])
+        for name, number in values.items():
+            if name.startswith(_TOKENS_OF):
+                self.tokens_by_source[name.removeprefix(_TOKENS_OF)] = number
 
 
 @dataclass
@@ -110,6 +121,7 @@ class RunContext:
     samples_of_epochs: int | None = None  # with --epochs
     state: TrainState = field(default_factory=TrainState)
     objective: ObjectiveState = field(default_factory=ObjectiveState)
+    sources: SourceLosses | None = None  # with --log-loss-by-source and a blend
 
     @property
     def placement(self) -> Placement:

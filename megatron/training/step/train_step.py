@@ -136,8 +136,12 @@ def forward_backward(
         barrier_with_level_1_timers=run.config.optimizer.barrier_with_L1_time,
     )
     seq_length, num_rows = shape_of_microbatch(run.config)
+    forward_step = run.forward_step_func
+    if run.sources is not None and not forward_only:
+        run.sources.begin_step()
+        forward_step = partial(run.sources.forward_step, forward_step)
     losses = get_forward_backward_func()(
-        forward_step_func=run.forward_step_func,
+        forward_step_func=forward_step,
         data_iterator=data_iterator,
         model=run.model_chunks,
         num_microbatches=num_microbatches,

@@ -18,6 +18,7 @@ from megatron.training.arguments.rules.rule import Settings, needs
 from megatron.training.config.mimo import MimoConfig
 from megatron.training.config.resilience import RESTART_FLAGS
 from megatron.training.config.rl import RL_FLAGS
+from megatron.training.config.run import SFT
 from megatron.training.config.vision import ImageClassifierConfig, VisionConfig
 
 
@@ -158,6 +159,10 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
     f"--optimizer muon | {' '.join(_MUON)}": lambda c: "muon" in c.optimizer,
     "pretraining of a left-to-right language model on data files | "
     "index_free fim_data pack_documents": lambda c: c.reads_documents,
+    "pretraining or SFT of a left-to-right language model on data files | "
+    "log_loss_by_source": lambda c: (
+        c.reads_documents or c.config.objective == SFT and not c.mock_data
+    ),
     "--optimizer muon and --tensor-model-parallel-size of 2 or more | muon_tp_mode": lambda c: (
         "muon" in c.optimizer and c.tensor_model_parallel_size > 1
     ),
