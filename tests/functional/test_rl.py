@@ -98,6 +98,20 @@ def test_layouts_train_alike(name: str, plain: list[dict[str, Any]], tmp_path: P
     compare(found, alone)
 
 
+@pytest.mark.feature("RL: with --batch-invariant-mode training has the bits of the rollouts")
+def test_log_probabilities_are_those_of_rollouts_bit_for_bit(
+    plain: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+    rollouts = (
+        "--rl-inference-tensor-model-parallel-size 4 --rl-inference-pipeline-model-parallel-size 1"
+    )
+    words = [*layout.split(), *rollouts.split(), "--batch-invariant-mode", "--bf16"]
+    found = run_rl(tmp_path, *words, "--train-iters", "2", world_size=4)
+    assert [line["sampling difference"] for line in found] == [0, 0]
+    assert any(line["sampling difference"] > 0 for line in plain)
+
+
 def test_padding_changes_nothing(plain: list[dict[str, Any]], tmp_path: Path) -> None:
     flags = ["--seq-length", "100", "--max-position-embeddings", "100"]
     compare(run_rl(tmp_path / "long", *flags), plain)

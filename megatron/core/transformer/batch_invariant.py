@@ -36,16 +36,16 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 FLAG = "--inference-batch-invariant"
 
 
-def make_batch_invariant(model: nn.Module) -> None:
+def make_batch_invariant(model: nn.Module, flag: str = FLAG) -> None:
     """Let all layers of ``model``, which only generates, compute by kernels of a fixed order.
 
-    Linear layers are left to the caller.  Raises MissingDependency or ConfigError if that is not
-    possible.
+    Linear layers are left to the caller.  ``flag`` asks for it, in messages.  Raises
+    MissingDependency or ConfigError if that is not possible.
     """
     for module in model.modules():
         if (reason := _dependence(module)) is not None:
-            raise ConfigError(f"{FLAG}: {reason}; leave the flag out for this model")
-    _check_kernels(model)
+            raise ConfigError(f"{flag}: {reason}; leave the flag out for this model")
+    _check_kernels(model, flag)
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module.multiply = small_linear
@@ -87,9 +87,9 @@ def _dependence(module: nn.Module) -> str | None:
     return None
 
 
-def _check_kernels(model: nn.Module) -> None:
+def _check_kernels(model: nn.Module, flag: str) -> None:
     if any(device.is_cuda(p.device) for p in model.parameters()):
-        _check_gpu(model)
+        _check_gpu(model, flag)
         return
     for dtype in {p.dtype for p in model.parameters()}:
         reason = cpu_kernels.unsupported_reason(dtype)
@@ -97,22 +97,22 @@ def _check_kernels(model: nn.Module) -> None:
         if reason is None and not all(cpu_kernels.has(name, dtype) for name in names):
             reason = "the compiled kernels are of an older version"
         if reason is not None:
-            raise MissingDependency(f"{FLAG} needs compiled kernels: {reason}")
+            raise MissingDependency(f"{flag} needs compiled kernels: {reason}")
 
 
-def _check_gpu(model: nn.Module) -> None:
+def _check_gpu(model: nn.Module, flag: str) -> None:
     """Raise unless all sums of ``model`` have a kernel of a GPU with a fixed order."""
     for module in model.modules():
         if isinstance(module, TopKRouter):
             raise ConfigError(
-                f"{FLAG} on a GPU: grouped GEMMs of experts sum in an order that depends on the "
+                f"{flag} on a GPU: grouped GEMMs of experts sum in an order that depends on the "
                 "number of rows; add --device cpu, or leave it out"
             )
         group = getattr(module, "tp_group", None)
         if group is not None and group.size() > 1:
             raise ConfigError(
-                f"{FLAG} on a GPU: NCCL adds in an order that depends on the number of rows; use "
+                f"{flag} on a GPU: NCCL adds in an order that depends on the number of rows; use "
                 "--tensor-model-parallel-size 1, with a replica of the model on each rank"
             )
     if (reason := why_missing("triton")) is not None:
-        raise MissingDependency(f"{FLAG} on a GPU needs Triton's kernels: {reason}")
+        raise MissingDependency(f"{flag} on a GPU needs Triton's kernels: {reason}")

@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.cross_entropy import (
     at_least_float32,
     vocab_parallel_cross_entropy,
 )
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.post_training.rl.rounds import num_rollouts
 from megatron.post_training.sft.objective import apply_rows
 from megatron.training.config.rl import RLConfig
@@ -83,6 +84,7 @@ def grpo_loss(
         groups.tp,
         temperature=rl.rl_default_temperature,
         entropy_has_gradient=rl.grpo_entropy_term_weight > 0,
+        as_engine=config.model.batch_invariant_mode,
     )
     losses, reported = token_losses(rl, batch, scores)
     total = (losses * batch["weights"]).sum()
@@ -148,18 +150,34 @@ def score_labels(
     *,
     temperature: float,
     entropy_has_gradient: bool = False,
+    as_engine: bool = False,
 ) -> TokenScores:
     """Score ``labels`` [b, s] by ``logits`` [b, s, v/tp], which are divided by ``temperature``.
 
     Logits of padding are -inf.  At temperature 1 the log-probabilities are bitwise
-    the negated losses of training on one rank.  Collective over the tensor-parallel ``group``.
+    the negated losses of training on one rank.  ``as_engine``: with the bits of the engine, which
+    does not sum over padding.  Collective over the tensor-parallel ``group``.
     """
     if temperature != 1.0:
         logits = logits / temperature
-    losses = vocab_parallel_cross_entropy(logits, labels, tp_group=group)
+    if as_engine:
+        log_probs = _whole_log_probs(logits, labels, group)
+    else:
+        log_probs = -vocab_parallel_cross_entropy(logits, labels, tp_group=group)
     with torch.set_grad_enabled(entropy_has_gradient and torch.is_grad_enabled()):
         entropy = _Entropy.apply(logits, group)
-    return TokenScores(-losses, entropy)
+    return TokenScores(log_probs, entropy)
+
+
+def _whole_log_probs(logits: Tensor, labels: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the log-probabilities of ``labels`` in the steps of the engine's `log_probs_of`."""
+    whole = at_least_float32(gather_from_tensor_model_parallel_region(logits, group))
+    num_tokens = int((~whole.detach().isneginf().flatten(0, -2).all(0)).sum())  # without padding
+    whole = whole[..., :num_tokens].contiguous()
+    highest = whole.detach().amax(-1, keepdim=True)
+    sums = (whole - highest).exp().sum(-1)
+    at_label = (whole.gather(-1, labels.clamp(min=0).unsqueeze(-1)) - highest).squeeze(-1)
+    return (at_label - sums.log()).masked_fill(labels < 0, 0)
 
 
 class _Entropy(Function[Tensor]):

@@ -186,7 +186,13 @@ def round_log_probs(run: TrainingRun, rollouts: Rollouts) -> Tensor:
     temperature = run.config.rl.rl_default_temperature
 
     def report(batch: Batch, logits: Tensor) -> dict[str, Tensor]:
-        scores = score_labels(logits, batch["labels"], groups.tp, temperature=temperature)
+        scores = score_labels(
+            logits,
+            batch["labels"],
+            groups.tp,
+            temperature=temperature,
+            as_engine=run.config.model.batch_invariant_mode,
+        )
         return {"log_probs": scores.log_probs, "positions": batch["position_ids"]}
 
     found = score(run, batches, len(batches), report)
@@ -229,4 +235,5 @@ def rollout_options(config: RunConfig) -> EngineOptions:
         max_sequence_length=config.data.seq_length,
         num_cuda_graphs=16 if device.is_cuda() else 0,  # a round is too short for recording
         max_waiting=max(num_rollouts(config), 1),
+        batch_invariant=config.model.batch_invariant_mode,
     )

@@ -23,6 +23,7 @@ from megatron.core.distributed.distributed_data_parallel_config import (
     num_instances,
 )
 from megatron.core.extensions.transformer_engine import use_user_buffers
+from megatron.core.inference.fast_linear import compute_as_engine
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.param_groups import (
@@ -138,6 +139,9 @@ def build_model_chunks(
     if run.config.adapters.has_heads:
         for chunk in chunks:
             attach_draft_heads(chunk, run.config.adapters)
+    if wrap and run.config.model.batch_invariant_mode:
+        for chunk in chunks:
+            compute_as_engine(chunk)
     for chunk in chunks:
         _initialize(run, chunk)
     _print_number_of_parameters(run, chunks)

@@ -39,13 +39,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 }
 
 
-def engine(
-    options: EngineOptions,
-    world: int,
-    sizes: dict[str, int],
-    dtype: torch.dtype = torch.float64,
-    **changes: Any,
-) -> Engine:
+def stage(
+    world: int, sizes: dict[str, int], dtype: torch.dtype = torch.float64, **changes: Any
+) -> GPTModel:
     torch.manual_seed(7)
     groups = one_process_groups()
     if world > 1:
@@ -61,7 +57,7 @@ def engine(
         **changes,
     )
     pp = groups.pp
-    model = GPTModel(
+    return GPTModel(
         config,
         get_gpt_layer_local_spec(config.num_moe_experts, config=config),
         VOCABULARY,
@@ -72,11 +68,21 @@ def engine(
         share_embeddings_and_output_weights=False,
         pg_collection=groups,
     )
+
+
+def engine(
+    options: EngineOptions,
+    world: int,
+    sizes: dict[str, int],
+    dtype: torch.dtype = torch.float64,
+    **changes: Any,
+) -> Engine:
+    model = stage(world, sizes, dtype, **changes)
     return Engine(
         GenerationModel(
             module=model.eval(),
-            config=config,
-            groups=groups,
+            config=model.config,
+            groups=model.pg_collection,
             device=device.current(),
             vocab_size=VOCABULARY,
             max_sequence_length=LENGTH,

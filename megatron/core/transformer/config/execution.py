@@ -74,10 +74,8 @@ class FusionConfig:
     )
     batch_invariant_mode: bool = _training(
         False,
-        "Compute the forward pass of training by the kernels of generation.",
-        refused="training computes by its own kernels; its log-probabilities agree with the "
-        "engine's to rounding; use --inference-batch-invariant for text that does not depend on "
-        "the batch",
+        "Compute values of training by the kernels of generation: the log-probabilities of the "
+        "engine are those of training, bit for bit, whatever the batches and layouts; slower.",
     )
     masked_softmax_fusion: bool = _training(
         False,

@@ -74,6 +74,20 @@ _ARCHITECTURE = rules(
         },
     ),
     where(
+        "--batch-invariant-mode",
+        {
+            "{found}: --batch-invariant-mode computes values that do not depend on a random mask; "
+            "use 0": given("--attention-dropout --hidden-dropout", lambda p: p > 0),
+            "{--context-parallel-size}: ranks that share a sequence add in an order of their own; "
+            "use 1, or leave --batch-invariant-mode out": lambda c: c.context_parallel_size > 1,
+            "--batch-invariant-mode: scales of --{found} depend on all rows; leave one out": (
+                lambda c: c.is_quantized and c.format_flag
+            ),
+            "--batch-invariant-mode and --cache-mla-latents exclude each other: training does not "
+            "absorb its weights as generation from latents does; leave one out": None,
+        },
+    ),
+    where(
         "--require-transformer-engine",
         first_of(
             {
