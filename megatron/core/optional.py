@@ -47,6 +47,8 @@ _EXTRA = {
     "prometheus_client": "serve",
     "starlette": "serve",
     "uvicorn": "serve",
+    "faiss": "retro",
+    "h5py": "retro",
     "onnx": "onnx",
     "onnxruntime": "onnx",
     "onnxscript": "onnx",

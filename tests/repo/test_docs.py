@@ -65,7 +65,12 @@ def test_the_extras_of_the_readme_and_of_missing_packages_are_those_that_pip_kno
 
 
 # import name -> name for pip, where they differ
-_DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "multistorageclient": "multi-storage-client"}
+_DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "faiss": "faiss-cpu",
+    "multistorageclient": "multi-storage-client",
+    "yaml": "pyyaml",
+}
 # Packages without an extra: torch and sentencepiece are dependencies, pip finds the others
 # by the names in the error message.
 _WITHOUT_EXTRA = {"torch", "sentencepiece", "pynvml", "lm_eval", "deep_ep"}

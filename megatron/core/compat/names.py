@@ -7,6 +7,12 @@ core <- core.compat.config: __version__
 core.config <- core.compat.config: set_experimental_flag is_experimental_enabled
 core.datasets.megatron_tokenizer <- training.tokenizer.base: MegatronTokenizer
     MegatronLegacyTokenizer=MegatronTokenizer
+core.datasets.retro.config <- core.datasets.retro.index: RetroGPTChunkDatasets
+core.datasets.retro.config <- core.datasets.retro.project: RetroPreprocessingConfig
+core.datasets.retro.query.multi_split_gpt_dataset <- core.datasets.retro.retro_dataset:
+    MultiSplitGPTDataset MultiSplitGPTDatasetConfig
+core.datasets.retro.query.retro_dataset <- core.datasets.retro.retro_dataset: RetroDataset
+    get_retro_datasets
 core.energy_monitor <- core.diagnostics.energy: EnergyMonitor
 core.fp4_utils <- core.compat.config: get_fp4_context
 core.fp8_utils <- core.compat.config: FP8_TENSOR_CLASS HAVE_TE_FP8_TENSOR_CLASS get_fp8_context

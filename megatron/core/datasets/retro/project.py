@@ -1,0 +1,160 @@
+"""Settings and folders of a RETRO project, which preprocessing writes and training reads.
+
+    <project>/config.json                the settings of preprocessing
+    <project>/data/                      the corpora; relative data paths start in this folder
+    <project>/db/                        the chunks of all documents (`db`)
+    <project>/index/<type>/<string>/     embeddings and the index of the training chunks (`index`)
+    <project>/query/<split>_<hash>/      the neighbors of each chunk of each sample (`query`)
+
+Neighbors belong to samples by their number, so training must read the samples of preprocessing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.index_cache import write_atomically
+from megatron.core.datasets.utils import Blend, get_blend_from_list
+
+# Fields that may differ from call to call: no result depends on them.
+_OF_A_CALL = frozenset(
+    "retro_project_dir retro_tasks retro_task_validate retro_bert_batch_size "
+    "retro_gpt_data_cache_path retro_index_delete_training_embeddings "
+    "retro_index_delete_added_codes".split()
+)
+_PROGRAM = "tools/retro/preprocess_data.py"
+CONFIG_FILE = "config.json"
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class RetroPreprocessingConfig:
+    """Settings of preprocessing; names and defaults are Megatron-LM's, helps are in the tool."""
+
+    retro_project_dir: str | None = None
+    retro_tasks: str = "build"
+    retro_task_validate: float | None = None
+    retro_block_size: int = 100_000  # chunks
+    retro_doc_block_size: int = 100_000  # documents
+    # Of the training run.
+    retro_gpt_seed: int = 1234
+    retro_gpt_data_path: tuple[str, ...] | None = None
+    retro_gpt_data_cache_path: str | None = None
+    retro_gpt_split: str = "969,30,1"
+    retro_gpt_train_samples: int | None = None
+    retro_gpt_eval_interval: int | None = None
+    retro_gpt_eval_iters: int | None = None
+    retro_gpt_tokenizer_type: str | None = None
+    retro_gpt_tokenizer_model: str | None = None
+    retro_gpt_vocab_file: str | None = None
+    retro_gpt_merge_file: str | None = None
+    retro_gpt_seq_length: int | None = None
+    retro_gpt_global_batch_size: int | None = None
+    retro_gpt_chunk_length: int = 64
+    # Of the BERT model that embeds chunks.
+    retro_bert_tokenizer_type: str | None = None
+    retro_bert_vocab_file: str | None = None
+    retro_bert_batch_size: int = 128
+    retro_bert_max_chunk_length: int = 256  # BERT tokens
+    retro_index_type: str = "faiss-par-add"
+    retro_index_str: str | None = None  # index factory string of faiss
+    retro_index_ntrain: int | None = None  # chunks; None for all
+    retro_index_train_load_fraction: float = 1.0
+    retro_index_add_load_fraction: float = 1.0
+    retro_index_delete_training_embeddings: bool = True
+    retro_index_delete_added_codes: bool = True
+    retro_query_ef_search: int = 256
+    retro_query_nprobe: int = 65536
+    retro_query_num_neighbors_query: int = 200
+    retro_query_num_neighbors_save: int = 20
+    retro_bert_load: str | None = None  # --load of the BERT model
+    retro_neighbor_dirs: dict[str, str] = field(default_factory=dict)  # split -> folder in query/
+
+    @property
+    def blend(self) -> Blend:
+        """The data paths, joined to the project's data folder, and their weights."""
+        found = get_blend_from_list(self.retro_gpt_data_path)
+        if not found:
+            raise ConfigError("--retro-gpt-data-path is missing: give the corpora of training")
+        data_dir = os.path.join(self.project_dir, "data")
+        return [os.path.join(data_dir, prefix) for prefix in found[0]], found[1]
+
+    @property
+    def project_dir(self) -> str:
+        """The folder of the project.  Raises ConfigError without one."""
+        if self.retro_project_dir is None:
+            raise ConfigError("--retro-project-dir is missing: give the folder of the project")
+        return self.retro_project_dir
+
+    @property
+    def chunks_per_sample(self) -> int:
+        """Number of chunks in the input tokens of a sample."""
+        return (self.retro_gpt_seq_length or 0) // self.retro_gpt_chunk_length
+
+
+def load_project(project_dir: str) -> RetroPreprocessingConfig:
+    """Read config.json.  Raises DataError if it is missing or holds other settings."""
+    path = os.path.join(project_dir, CONFIG_FILE)
+    saved = read_json(path, dict, f"run {_PROGRAM} with this --retro-project-dir first")
+    paths = saved.pop("retro_gpt_data_path", None)
+    saved["retro_gpt_data_path"] = None if paths is None else tuple(paths)
+    try:
+        return RetroPreprocessingConfig(**{**saved, "retro_project_dir": project_dir})
+    except TypeError as error:
+        raise DataError(f"{path} is of another version ({error}): begin another project") from error
+
+
+def save_project(config: RetroPreprocessingConfig) -> None:
+    """Write config.json.  Raises ConfigError if the project was begun with other settings."""
+    path = os.path.join(config.project_dir, CONFIG_FILE)
+    if os.path.exists(path):
+        before = load_project(config.project_dir)
+        ConfigError.raise_for(differences(before, config))
+        dirs = {**before.retro_neighbor_dirs, **config.retro_neighbor_dirs}
+        config = dataclasses.replace(config, retro_neighbor_dirs=dirs)
+    values = dataclasses.asdict(config)
+    write_json(path, {name: value for name, value in values.items() if name not in _OF_A_CALL})
+
+
+def read_json(path: str, kind: type[T], cure: str) -> T:
+    """Return the content of a file of the project.  Raises DataError with ``cure``."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+        if not isinstance(found, kind):
+            raise ValueError(f"a {kind.__name__} is needed")
+        return found
+    except (OSError, ValueError) as error:
+        reason = "is missing" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
+        raise DataError(f"{path} {reason}: {cure}") from error
+
+
+def write_json(path: str, value: object) -> None:
+    """Write a file of the project completely or not at all."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    text = json.dumps(value, indent=1) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def differences(before: RetroPreprocessingConfig, now: RetroPreprocessingConfig) -> list[str]:
+    """Return one message for each setting of the project that ``now`` changes."""
+    names = vars(now).keys() - _OF_A_CALL - {"retro_neighbor_dirs"}
+    return [
+        f"{flag_of(name)} {vars(now)[name]}: the project {before.retro_project_dir} was begun with "
+        f"{vars(before)[name]}; give this value, or another --retro-project-dir"
+        for name in sorted(names)
+        if vars(now)[name] != vars(before)[name]
+    ]
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field of the config."""
+    if name == "retro_bert_load":
+        return "--load"
+    switch = "no-" if name.startswith("retro_index_delete") else ""
+    return f"--{switch}{name.replace('_', '-')}"
