@@ -348,6 +348,8 @@ class GPTDataset(MegatronDataset):
         except DataError:  # a ValueError too
             raise
         except (IndexError, MemoryError, TypeError, ValueError) as error:
+            if idx >= len(self):
+                raise  # the end of a loop over the samples
             prefix = self._cache_prefix(self.index_split.name)
             raise DataError(
                 f"{prefix}-*.npy do not belong to {self.dataset_path} ({error}): remove them"

@@ -93,6 +93,12 @@ class TestCache:
         with pytest.raises(DataError, match="cannot write the index cache .* --data-cache-path"):
             golden_datasets(tmp_path / "file" / "cache", monkeypatch)
 
+    def test_a_loop_ends_behind_the_last_sample(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        *_, small = golden_datasets(tmp_path, monkeypatch)
+        assert len(list(small)) == len(small) == 113
+
     def test_an_unreadable_description_is_built_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
