@@ -4,7 +4,7 @@ An entry program parses its flags with `add_flags` and calls `quantize_checkpoin
 
     config = configure(add_flags, defaults); connect(config); quantize_checkpoint(config)
 
-Calibration samples are those of --data-path (or --sft, --mock-data), in the order of training, or
+Calibration samples come from --data-path (or --sft, --mock-data), in the order of training, or are
 rows of --calib-data, a file of texts.  The written checkpoint is an ordinary one of the run's
 --ckpt-format, without optimizer state, with the scales of each quantized layer.
 
@@ -52,7 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--calib-data",
         metavar="FILE",
         help="JSON lines with a key text, from which rows of --seq-length tokens are read; by "
-        "default the samples are those of --data-path",
+        "default the samples come from --data-path",
     )
     group.add_argument(
         "--calib-observer",

@@ -49,12 +49,21 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor created when it is written, so that only one tensor of a file is in memory."""
+    """A tensor created when it is written, so that only one tensor of a file is in memory.
+
+    ``file``: where it is read, for error messages.
+    """
 
     name: str
     dtype: torch.dtype
     shape: Shape
     make: Callable[[], Tensor]
+    file: Path | None = None
+
+    @property
+    def place(self) -> str:
+        """Name and file, for error messages."""
+        return self.name if self.file is None else f"{self.file}: {self.name}"
 
     @property
     def num_bytes(self) -> int:

@@ -303,7 +303,7 @@ class _Source:
 
 
 def _channel_sources(chunks: Sequence[nn.Module]) -> Iterator[tuple[Linear, _Source]]:
-    """Yield layers whose input channels are computed linearly, with what computes them."""
+    """Yield layers whose input channels are computed linearly, with their source."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TransformerLayer):

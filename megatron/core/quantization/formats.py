@@ -2,8 +2,8 @@
 
 A matrix [r, c] becomes codes [r, c] and fp32 scales, one for each block of rows x columns; a value
 is its code times its scale.  Scales are stored as [r / rows, c / columns], also the single scale of
-a matrix, [1, 1].  They are those of compressed-tensors and torchao for symmetric formats: the
-largest magnitude divided by half the range of an integer, or by the largest float.
+a matrix, [1, 1].  Like compressed-tensors and torchao for symmetric formats, divide the largest
+magnitude by half the range of an integer, or by the largest float.
 
 nvfp4 has two levels: its block scales are e4m3 values (held in fp32), and a second scale [1, 1]
 multiplies them all.
@@ -27,17 +27,23 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 values in the ord
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """Symmetric integers of ``bits`` bits, e4m3 (8 bits) or e2m1 (4 bits) floats.
+    """Integers of ``bits`` bits, e4m3 (8 bits) or e2m1 (4 bits) floats.
 
     ``block``: rows and columns that share a scale; 0 stands for all.  (0, 0) is one scale for each
     tensor, (1, 0) one for each channel (row of a weight) or token, (1, 128) one for each group of
-    columns.  ``is_dynamic``: each pass computes the scales of its inputs.
+    columns.  ``is_dynamic``: each pass computes the scales of its inputs.  Integers that are
+    dynamic have a zero point for each token too, see `rounded_tokens`; all others are symmetric.
     """
 
     kind: Literal["int", "float"]
     bits: int
     block: tuple[int, int] = (0, 0)
     is_dynamic: bool = False
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the code 0 stands for the value 0."""
+        return self.kind == "float" or not self.is_dynamic
 
     @property
     def has_two_levels(self) -> bool:
@@ -172,16 +178,26 @@ def _blocks(x: Tensor, to: NumberFormat) -> Tensor:
 def _unclamped(x: Tensor, scale: Tensor, to: NumberFormat, scale_2: Tensor | None) -> Tensor:
     """Return ``x / scale``, rounded for an integer format.
 
-    The largest magnitude of a block of integers lies on a tie, whose side depends on the last bit.
-    torchao, with which codes of weights agree, multiplies by the inverse; compressed-tensors, which
-    computes the scales of tokens in transformers, divides.
+    The largest magnitude of a block of integers lies on a tie, whose side depends on the last bit:
+    as torchao does, multiply by the inverse.
     """
     scale = (scale if scale_2 is None else scale * scale_2)[:, None, :, None]
     wide = _blocks(x.detach().float(), to)
-    if to.kind == "int" and not to.is_dynamic:
-        return (wide * (1.0 / scale)).round().view(x.shape)
-    codes = (wide / scale).view(x.shape)
+    codes = (wide * (1.0 / scale) if to.kind == "int" else wide / scale).view(x.shape)
     return codes.round() if to.kind == "int" else codes
+
+
+def rounded_tokens(x: Tensor, to: NumberFormat) -> Tensor:
+    """Round each token of ``x`` [t, i] to dynamic integers between its extremes, as vLLM does.
+
+    A symmetric scale would put the largest magnitude on a tie: the last bit of a sum of another
+    kernel would move it by a code, about 1 % of the logits.
+    """
+    low, high = to.limits
+    smallest, largest = x.float().clamp(max=0).amin(1, True), x.float().clamp(min=0).amax(1, True)
+    scale = ((largest - smallest) / (high - low)).clamp(min=_TINY)
+    zero = (low - smallest / scale).round()
+    return (((x / scale + zero).round().clamp(low, high) - zero) * scale).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -196,10 +212,14 @@ class Recipe:
     weight: NumberFormat
     input: NumberFormat | None = None
     algorithm: Algorithm = "max"
-    skipped: tuple[str, ...] = ("*output_layer*", "*router*", "*embedding*", "mtp.*")
+    skipped: tuple[str, ...] = (
+        *("*output_layer*", "*router*", "*embedding*", "mtp.*"),
+        *("lm_head.*", "pooler.*", "binary_head*", "score*"),  # heads of BERT and reward models
+    )
 
 
 INT8_CHANNEL = NumberFormat("int", 8, (1, 0))
+INT8_TOKEN = NumberFormat("int", 8, (1, 0), is_dynamic=True)
 INT4_GROUP = NumberFormat("int", 4, (1, 128))
 FP8_TENSOR = NumberFormat("float", 8)
 NVFP4 = NumberFormat("float", 4, (1, 16))
@@ -219,6 +239,7 @@ _ALL = (
     Recipe("int4_gptq", INT4_GROUP, algorithm="gptq"),
     Recipe("int4", INT4_GROUP),
     Recipe("int8", INT8_CHANNEL),
+    Recipe("int8_dynamic", INT8_CHANNEL, INT8_TOKEN),
     Recipe(
         "fp8_dynamic",
         NumberFormat("float", 8, (1, 0)),

@@ -69,7 +69,7 @@ def text_of_globs(path: str | None) -> str | None:
 
 
 def is_text_of_globs(value: object) -> bool:
-    """Return whether a value of --kitchen-config-file is that of `text_of_globs`."""
+    """Return whether `text_of_globs` has made a value of --kitchen-config-file."""
     return isinstance(value, str) and value.startswith("{")
 
 

@@ -3,9 +3,9 @@
 ``t`` tokens, ``i``/``o`` input and output width of this rank's weight.  The layer's parameter keeps
 unrounded values in the dtype of training; each pass rounds them to the format of the recipe, by the
 scales in the buffers ``weight_scale`` and ``input_scale`` of the layer's ``quantizer``.  GEMMs
-compute in the dtype of the layer.  Backward passes gradients straight through the rounding: that of
-the input uses the rounded weight, that of the weight the rounded input, and values that are clamped
-get none.  Nothing here communicates, apart from the collectives of `linear`.
+compute in the dtype of the layer.  Backward passes gradients straight through the rounding: the
+input's uses the rounded weight, the weight's the rounded input, and clamped values get none.
+Nothing here communicates, apart from the collectives of `linear`.
 
 A model that only serves can replace its parameters by their codes: `store_weights`.
 """
@@ -32,6 +32,7 @@ from megatron.core.quantization.formats import (
     is_in_range,
     pack_fp4,
     pack_int4,
+    rounded_tokens,
     scale_shape,
     scales_of,
     unpack_fp4,
@@ -186,6 +187,8 @@ class _RoundInput(Function[Tensor]):
     @staticmethod
     def forward(ctx: Context[None], x: Tensor, static: Tensor | None, to: NumberFormat) -> Tensor:
         rows = x.flatten(0, -2)
+        if not to.is_symmetric:
+            return rounded_tokens(rows, to).view_as(x)
         scale = static
         scale_2 = static if to.has_two_levels else None
         if to.is_dynamic:

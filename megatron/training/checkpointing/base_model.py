@@ -23,6 +23,7 @@ from megatron.training.checkpointing.paths import resolve_folder
 HEADS = ("draft.", "mtp.")  # prefixes of draft heads, if they are trained alone
 _FOLDER = "lora_base_folder"
 _HASH = "lora_base_hash"
+_FLAG = "--pretrained-checkpoint"
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,10 @@ def identify(parts: RunParts, folder: str | None) -> BaseModel:
     return BaseModel(folder, f"{number:016x}")
 
 
-def folder_of_base(named: BaseModel, given: str | None, adapters: Path) -> str | None:
-    """Return the folder of the base: ``given`` (--pretrained-checkpoint), or where it was.
+def folder_of_base(
+    named: BaseModel, given: str | None, adapters: Path, flag: str = _FLAG
+) -> str | None:
+    """Return the folder of the base: ``given`` by ``flag``, or where it was.
 
     None if the base was random.  Raises CheckpointError if there is none.
     """
@@ -88,17 +91,17 @@ def folder_of_base(named: BaseModel, given: str | None, adapters: Path) -> str |
     if named.folder is not None and format_of(Path(named.folder)) is None:
         raise CheckpointError(
             f"{adapters} holds adapters alone; their base {named.folder} is not there: give its "
-            "directory with --pretrained-checkpoint; a program without this flag needs one model, "
-            "which tools/checkpoint/convert.py writes with --base"
+            f"directory with {flag}; a program without this flag needs one model, which "
+            "tools/checkpoint/convert.py writes with --base"
         )
     return named.folder
 
 
-def check_base(named: BaseModel, found: BaseModel, adapters: Path) -> None:
+def check_base(named: BaseModel, found: BaseModel, adapters: Path, flag: str = _FLAG) -> None:
     """Raise CheckpointError unless the loaded base is the one that the adapters name."""
     if named.hash != found.hash:
         raise CheckpointError(
             f"{adapters} holds adapters of another base: of {named.folder or 'random weights'} "
             f"with hash {named.hash}, but {found.folder or 'these random weights'} has "
-            f"{found.hash}; give their base with --pretrained-checkpoint"
+            f"{found.hash}; give their base with {flag}"
         )

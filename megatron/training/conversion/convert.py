@@ -190,7 +190,7 @@ def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     run = run_config({**draft_heads.as_model(source.args), **dict.fromkeys(flags)})
     vocab_size = 1 if model_kind_of(run).classifies_images else vocab_size_of(source, wanted)
     quant = quantization_of(wanted.quant, wanted.quant_form, weights, saved)
-    if quant is not None and (warning := warning_of(quant)):
+    if quant is not None and (warning := warning_of(quant, run)):
         say(warning)
     weights = {name: tensor for name, tensor in weights.items() if BUFFER not in name}
     with hf_folder.new_folder(wanted.target) as folder:
@@ -328,7 +328,8 @@ def _with_base(source: Source, wanted: ConversionRequest) -> Source:
         raise CheckpointError(
             f"{wanted.source} holds a complete model, no adapters: choose another --format"
         )
-    folder = folder_of_base(named, None if wanted.base is None else str(wanted.base), wanted.source)
+    given = None if wanted.base is None else str(wanted.base)
+    folder = folder_of_base(named, given, wanted.source, "--base")
     if folder is None:
         raise CheckpointError(f"{wanted.source}: the base was random weights; there is no model")
     base = read_source(ConversionRequest(source=Path(folder), target=wanted.target, format=HF))
@@ -338,7 +339,8 @@ def _with_base(source: Source, wanted: ConversionRequest) -> Source:
     source = source.only({**base.weights, **own})
     source = replace(source, beside=source.beside or base.beside)
     others = {name: t for name, t in base.weights.items() if name not in own}
-    check_base(named, BaseModel(folder, _hash_of(base.only(others), wanted)), wanted.source)
+    found = BaseModel(folder, _hash_of(base.only(others), wanted))
+    check_base(named, found, wanted.source, "--base")
     return source
 
 

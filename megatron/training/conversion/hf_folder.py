@@ -197,7 +197,7 @@ def read_safetensors(path: Path) -> dict[str, LazyTensor]:
     for name, entry in entries.items():
         _check_has_elements(path, name, entry.shape)
     return {
-        name: LazyTensor(name, entry.dtype, entry.shape, partial(_read, path, entry))
+        name: LazyTensor(name, entry.dtype, entry.shape, partial(_read, path, entry), path)
         for name, entry in entries.items()
     }
 

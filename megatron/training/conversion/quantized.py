@@ -62,7 +62,7 @@ def plain_numbers(
 ) -> dict[str, LazyTensor]:
     """Return unstacked ``weights``, quantized ones as plain tensors that are dequantized on use.
 
-    Their dtype is that of the first matrix that is not quantized, else bf16.  Raises
+    They get the dtype of the first matrix that is not quantized, else bf16.  Raises
     CheckpointError for another quantization, and if codes and scales do not match.
     """
     settings = config.get("quantization_config") or {}
@@ -140,7 +140,7 @@ def _from_gptq(parts: _Parts, settings: Mapping[str, Any]) -> _Decoded:
             zero_points = (zero_points + 1) & 7
         codes = unpack_bits(words.make().t(), bits, columns)
         chosen = _group_of_column(index, groups)
-        return _scaled(codes, scales.make().t(), (1, size), zero_points.t(), chosen)
+        return _scaled(codes, _float_scales(scales).t(), (1, size), zero_points.t(), chosen)
 
     return (rows, columns), make
 
@@ -165,7 +165,7 @@ def _from_awq(parts: _Parts, settings: Mapping[str, Any]) -> _Decoded:
     def make() -> Tensor:
         codes = unpacked(words).t()
         zero_points = unpacked(zeros).t()
-        return _scaled(codes, scales.make().t(), (1, size), zero_points)
+        return _scaled(codes, _float_scales(scales).t(), (1, size), zero_points)
 
     return (rows, columns), make
 
@@ -178,17 +178,21 @@ def _from_codes(parts: _Parts, settings: Mapping[str, Any]) -> _Decoded:
     if stored.dtype == torch.int32:
         size = _part(parts, "weight_shape")
         _check(size, size.dtype, (2,))
-        columns = int(size.make()[1])
+        named, columns = size.make().tolist()
+        if named != rows:
+            raise CheckpointError(f"{size.place} has {named} rows, {stored.name} has {rows}")
         bits = stored.shape[1] * 32 // columns if columns > 0 else 0
         if not 1 <= bits <= 8:
-            raise CheckpointError(f"{size.name} has {columns} columns, which {stored.name} has not")
+            raise CheckpointError(
+                f"{size.place} has {columns} columns, which {stored.name} has not"
+            )
         _check(stored, torch.int32, (rows, -(-columns * bits // 32)))
     elif stored.dtype == torch.uint8:
         columns = 2 * columns
         if _part(parts, *_SCALES).dtype in _FLOAT8:
             _part(parts, "weight_global_scale", "weight_scale_2")
     elif stored.dtype != torch.int8 and stored.dtype not in _FLOAT8:
-        raise CheckpointError(f"{stored.name} is {stored.dtype}: no known codes are")
+        raise CheckpointError(f"{stored.place} is {stored.dtype}: no known codes are")
     scale = _part(parts, *_SCALES)
     index = parts.get("weight_g_idx")
     zeros = parts.get("weight_zero_point")
@@ -202,11 +206,12 @@ def _from_codes(parts: _Parts, settings: Mapping[str, Any]) -> _Decoded:
             _check(parts[own], parts[own].dtype, (count,))
 
     def make() -> Tensor:
-        factors = _float_scales(scale.make())
+        factors = _float_scales(scale)
         for own in ("weight_global_scale", "weight_scale_2"):
             if own in parts:
-                factor = parts[own].make().float().reshape(-1)[0]
+                factor = _float_scales(parts[own]).flatten()[0]
                 factors = factors / factor if own == "weight_global_scale" else factors * factor
+                _check_finite(factors, parts[own])
         codes = stored.make()
         points = zeros.make() if zeros else None
         if stored.dtype == torch.int32:
@@ -233,7 +238,7 @@ def _from_mxfp4(parts: _Parts, settings: Mapping[str, Any]) -> _Decoded:
 
     def make() -> Tensor:
         codes = unpack_fp4(blocks.make().flatten(1))
-        return _scaled(codes, _float_scales(scales.make()), (1, 32)).t()
+        return _scaled(codes, _float_scales(scales), (1, 32)).t()
 
     return (32 * blocks.shape[1], blocks.shape[0]), make
 
@@ -280,12 +285,21 @@ def _scaled(
     return values * spread(scales)
 
 
-def _float_scales(scales: Tensor) -> Tensor:
-    """Return scales as an fp32 matrix; uint8 ones are exponents."""
+def _float_scales(stored: LazyTensor) -> Tensor:
+    """Return scales as an fp32 matrix; uint8 ones are exponents.  Raises CheckpointError."""
+    scales = stored.make()
     if scales.dtype == torch.uint8:
         exponents = scales.to(torch.int32) - _EXPONENT_OF_ONE
         scales = torch.ldexp(torch.ones(exponents.shape), exponents)
+    _check_finite(scales.float(), stored)
     return scales.float().reshape(scales.shape[0] if scales.dim() else 1, -1)
+
+
+def _check_finite(factors: Tensor, stored: LazyTensor) -> None:
+    if not factors.isfinite().all():
+        raise CheckpointError(
+            f"{stored.place} gives scales that are not finite: the file is damaged, get it again"
+        )
 
 
 def _group_of_column(index: LazyTensor | None, groups: int) -> Tensor | None:
@@ -293,7 +307,7 @@ def _group_of_column(index: LazyTensor | None, groups: int) -> Tensor | None:
         return None
     chosen = index.make().long()
     if int(chosen.min()) < 0 or int(chosen.max()) >= groups:
-        raise CheckpointError(f"{index.name} names groups beyond 0 to {groups - 1}")
+        raise CheckpointError(f"{index.place} names groups beyond 0 to {groups - 1}")
     return chosen
 
 
@@ -318,7 +332,7 @@ def _block_of(shape: Shape, scale: LazyTensor, settings: Mapping[str, Any]) -> S
 
 
 def _squares(settings: Mapping[str, Any]) -> Iterator[Shape]:
-    """Yield the blocks that ``settings`` name, else those of DeepSeek V3 and ModelOpt."""
+    """Yield the blocks that ``settings`` name, else DeepSeek V3's and ModelOpt's."""
     named = [("weight_block_size", settings.get("weight_block_size"))]
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
@@ -372,13 +386,13 @@ def _incomplete(name: str, other: str) -> CheckpointError:
 
 def _matrix(tensor: LazyTensor) -> tuple[int, int]:
     if len(tensor.shape) != 2:
-        raise CheckpointError(f"{tensor.name} has shape {list(tensor.shape)}: a matrix is needed")
+        raise CheckpointError(f"{tensor.place} has shape {list(tensor.shape)}: a matrix is needed")
     return tensor.shape[0], tensor.shape[1]
 
 
 def _check(tensor: LazyTensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
     if tensor.dtype != dtype or list(tensor.shape) != list(shape):
         raise CheckpointError(
-            f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}: quantization_config in "
+            f"{tensor.place} is {tensor.dtype} {list(tensor.shape)}: quantization_config in "
             f"config.json asks for {dtype} {list(shape)}; get the whole folder again"
         )

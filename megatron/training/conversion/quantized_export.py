@@ -1,10 +1,9 @@
 """Write the linear layers of a Hugging Face folder as codes and scales.
 
-The scales belong to this program's layers: those of a calibrated checkpoint, else of the largest
-magnitudes.  A fused layer (query, key and value; gate and up) has one matrix here and several
-there; conversion only selects and permutes rows, so its scales, expanded to one row for each row of
-the weight, are converted like the weight.  Squares of rows and columns are computed from the
-converted matrices, since their rows may come from several squares here.
+The scales belong to this program's layers: a calibrated checkpoint has them, else they follow from
+the largest magnitudes.  A fused layer (query, key and value; gate and up) has one matrix here and
+several there; conversion only selects and permutes rows, so the scale of each row is converted like
+the row.  Squares with rows of several squares here, as with narrow heads, get new scales.
 
     --quant-format      files
     compressed-tensors  `quantization_config` in config.json: for vLLM, SGLang and transformers
@@ -102,9 +101,17 @@ def quantization_of(
     return found
 
 
-def warning_of(found: Quantization) -> str | None:
-    """Return a message if the recipe finds scales by calibration, and there was none."""
+def warning_of(found: Quantization, run: RunConfig) -> str | None:
+    """Return a message if scales are not found by calibration, or differ from the checkpoint's."""
     recipe = found.recipe
+    high = recipe.weight.block[0]
+    width = 0 if run.model.multi_latent_attention else run.model.kv_channels or 0
+    if found.buffers and high > 1 and width % high:
+        return (
+            f"WARNING: {recipe.name}: heads have {width} rows, so a square of {high} here mixes "
+            "query, key and value: their scales are computed again for the matrices that are "
+            "written, and logits differ slightly from the checkpoint's"
+        )
     if found.buffers or found.input == recipe.input and recipe.algorithm == "max":
         return None
     return (
@@ -173,7 +180,7 @@ def modelopt_file(settings: JsonObject) -> JsonObject:
 def _layers_of(run: RunConfig, shape: ModelShape, wanted: Quantization) -> Iterator[str]:
     """Yield our name of the weight of each linear layer that is quantized.
 
-    These are the layers with scales, else those of the recipe.
+    These are the layers with scales, else the recipe's.
     """
     for layer in model_on_meta(run, shape.vocab_size).modules():
         if not isinstance(layer, Linear) or layer.weight is None:
@@ -215,7 +222,9 @@ def _scales(
     """Return the scales of matrix ``index`` of a layer, and its second scale for nvfp4."""
     to = wanted.recipe.weight
     layer = ours.name.removesuffix(".weight") + BUFFER
-    if to.block[0] > 1:
+    high = to.block[0] or ours.shape[0]
+    numbers = rule.to_theirs(torch.arange(ours.shape[0]) // high, shape)[index]
+    if high < ours.shape[0] and not torch.equal(numbers[::high].repeat_interleave(high), numbers):
         return scales_of(theirs.make(), to)
     if layer + "weight_scale" in wanted.buffers:
         scale = wanted.buffers[layer + "weight_scale"].make()
@@ -223,8 +232,7 @@ def _scales(
         scale_2 = None if second is None else second.make()
     else:
         scale, scale_2 = scales_of(ours.make(), to)
-    rows = rule.to_theirs(scale.expand(ours.shape[0], -1), shape)[index]
-    return rows[: None if to.block[0] else 1].contiguous(), scale_2
+    return scale[numbers[::high]], scale_2
 
 
 def _parts(
@@ -304,7 +312,7 @@ def _form_of(wanted: Quantization) -> str:
 
 def _described(to: NumberFormat, *, is_input: bool = False) -> JsonObject:
     """Return the arguments of compressed-tensors for weights or inputs."""
-    found: JsonObject = {"num_bits": to.bits, "type": to.kind, "symmetric": True}
+    found: JsonObject = {"num_bits": to.bits, "type": to.kind, "symmetric": to.is_symmetric}
     found["dynamic"] = to.is_dynamic
     high, wide = to.block
     if to.has_two_levels:

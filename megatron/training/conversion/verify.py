@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -126,6 +127,7 @@ def report_quantized(
     models = [our_model(config, tensors, vocab_size) for tensors in (exact, rounded)]
     apart, largest, same = [], [], []
     losses = torch.zeros(2)
+    started_s = perf_counter()
     with Progress("comparing the logits before and after rounding"), torch.no_grad():
         for row in prompts.split(1):
             first, second = (next(our_outputs(model, config, row)) for model in models)
@@ -134,6 +136,7 @@ def report_quantized(
             same.append(first.argmax(-1) == second.argmax(-1))
             for number, logits in enumerate((first, second)):
                 losses[number] += cross_entropy(logits[0, :-1], row[0, 1:])
+    rate = 2 * prompts.numel() / (perf_counter() - started_s)
     of_text = ""
     if text is not None:
         of_text = "; perplexity {:.4g} before, {:.4g} after".format(*(losses / len(text)).exp())
@@ -142,7 +145,7 @@ def report_quantized(
         f"{size}; rounding the weights changes logits by {float(errors.mean()):.2g} on average, "
         f"{float(errors.max()):.2g} at most (the largest {float(max(largest)):.3g}); the best "
         f"token stays in {float(torch.cat(same).float().mean()):.0%} of {prompts.numel()} places"
-        f"{of_text}"
+        f"{of_text}; {rate:.3g} tokens/s here in fp32"
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +16,7 @@ from megatron.core.quantization.formats import (
     codes_of,
     pack_fp4,
     pack_int4,
+    rounded_tokens,
     scale_shape,
     scales_of,
     unpack_fp4,
@@ -108,21 +107,24 @@ def test_nvfp4_codes_and_scales_are_torchaos() -> None:
     assert (codes.float() != ours).float().mean() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["fp8_dynamic", "int8_sq"])
+@pytest.mark.parametrize("name", ["fp8_dynamic", "int8_dynamic"])
 def test_tokens_are_rounded_as_compressed_tensors_does(name: str) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
     helpers = pytest.importorskip("compressed_tensors.quantization.utils")
-    form = RECIPES[name].input
-    assert form is not None
-    to = replace(form, block=(1, 0), is_dynamic=True)
+    to = RECIPES[name].input
+    assert to is not None
     args = quantization.QuantizationArgs(
-        num_bits=8, type=to.kind, strategy="token", symmetric=True, dynamic=True
+        num_bits=8, type=to.kind, strategy="token", symmetric=to.is_symmetric, dynamic=True
     )
     x = weight()
     x[3] = 1e-4  # the scales of a row of zeros differ, and its values are zeros with both
     scale, zero = helpers.compute_dynamic_scales_and_zp(x[None], args, torch.nn.Linear(1, 1))
     (expected,) = forward.fake_quantize(x[None], scale, zero, args)
+    if name == "int8_dynamic":
+        assert torch.equal(rounded_tokens(x, to), expected)
+        assert (rounded_tokens(x * (1 + 1e-6), to) - expected).abs().max() < 1e-3
+        return
     ours, _ = scales_of(x, to)
     assert torch.equal(ours, scale.view_as(ours))
     values = values_of(codes_of(x, ours, to), ours, to, dtype=torch.float32)
