@@ -114,6 +114,8 @@ def main() -> None:
             prompts = (PromptWithImages(text, args.image) if args.image else text for text in texts)
             for answer in llm.answers(prompts, params):
                 print(_shown(answer, args.json, llm), flush=True)
+            if llm.engine.stats().num_drafts:
+                print(llm.engine.stats().drafts, file=sys.stderr)
         llm.shut_down()
     except (MegatronError, OSError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -73,6 +73,9 @@ def tokens(rank: int, world_size: int, load: str, kind: DraftKind, count: int) -
     found = {name: [t.token for t in row] for name, row in engine.generate(asked).items()}
     engine.close()
     stats = engine.stats()
+    steps = stats.num_draft_steps
+    assert stats.tokens_per_step == 1 + stats.num_accepted_drafts / max(steps, 1)
+    assert stats.num_drafts == 0 or steps <= stats.num_drafts <= count * steps
     return found, stats.num_drafts, stats.num_accepted_drafts
 
 
@@ -140,6 +143,8 @@ def test_a_folder_of_heads_is_written_beside_the_model_and_read_again(
         for part, name in enumerate("qkv"):
             theirs = found[f"midlayer.self_attn.{name}_proj.weight"]
             assert torch.equal(theirs, heads[:, part].flatten(0, 1))
+    with pytest.raises(CheckpointError, match="of another base: .*give their base with --base"):
+        convert(_request(own, tmp_path / "no", base=Path(own)), said.append)
     target = tmp_path / "again"
     convert(_request(str(folder / "draft"), target, base=Path(model)), said.append)
     (again,) = target.glob("*/*.safetensors")

@@ -36,7 +36,7 @@ BUDGETS: dict[str, int] = {
     "core/params": 3700,
     "core/peft": 6500,
     "core/pipeline_parallel": 7400,
-    "core/quantization": 8500,
+    "core/quantization": 8700,
     "core/rerun": 5350,
     "core/ssm": 7750,
     "core/tensor_parallel": 14540,

@@ -60,7 +60,11 @@ _STOP, _PLAN, _UPDATE, _LOAD, _DROP = range(5)  # first number of a message to t
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Requests and pages of all replicas at this moment, and drafts of all steps so far."""
+    """Requests and pages of all replicas at this moment, and drafts of all steps so far.
+
+    ``num_draft_steps``: steps of a request that verified drafts; ``tokens_per_step``: tokens that
+    such a step gave on average, 1 without drafts.
+    """
 
     num_running: int
     num_waiting: int
@@ -68,6 +72,16 @@ class EngineStats:
     num_pages: int
     num_drafts: int = 0
     num_accepted_drafts: int = 0
+    num_draft_steps: int = 0
+    tokens_per_step: float = 1.0
+
+    @property
+    def drafts(self) -> str:
+        """A sentence on the drafts, to print."""
+        return (
+            f"{self.tokens_per_step:.3f} tokens in a step with drafts ({self.num_draft_steps} "
+            f"steps, {self.num_accepted_drafts} of {self.num_drafts} drafts accepted)"
+        )
 
 
 class Engine:
@@ -213,13 +227,17 @@ class Engine:
     def stats(self) -> EngineStats:
         """Count requests and pages."""
         schedulers = self._schedulers.values()
+        accepted = sum(s.num_accepted_drafts for s in schedulers)
+        steps = sum(s.num_draft_steps for s in schedulers)
         return EngineStats(
             sum(s.num_running for s in schedulers),
             sum(s.num_waiting for s in schedulers),
             sum(pool.num_free for pool in self._pools),
             self.limits.num_pages * len(self._pools),
             sum(s.num_drafts for s in schedulers),
-            sum(s.num_accepted_drafts for s in schedulers),
+            accepted,
+            steps,
+            1 + accepted / max(steps, 1),
         )
 
     @waiting_for_work(False)

@@ -80,6 +80,7 @@ class RequestScheduler:
         self.num_preemptions = 0
         self.num_drafts = 0
         self.num_accepted_drafts = 0
+        self.num_draft_steps = 0
         self._seeds = random.SystemRandom()
         self._slots = list(reversed(slots))
         self._states: dict[str, RequestState] = {}  # waiting and running
@@ -465,6 +466,7 @@ class RequestScheduler:
             state.speculation.record(len(drafts), [t.token for t in new], offered)
             self.num_drafts += len(drafts)
             self.num_accepted_drafts += len(new) - 1
+            self.num_draft_steps += bool(drafts)
         return tuple(new), reason
 
     def _record_beam(
