@@ -87,5 +87,11 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         weights=c.inference_weights,
         batch_invariant=c.inference_batch_invariant,
         kv_cache=c.inference_kv_cache_dtype,
-        num_cuda_graphs=c.inference_dynamic_batching_num_cuda_graphs,
+        num_cuda_graphs=(
+            0
+            if c.inference_cuda_graph_scope == "none"
+            else c.inference_dynamic_batching_num_cuda_graphs
+        ),
+        log_interval=c.inference_logging_step_interval,
+        state_dtypes=(c.mamba_inference_conv_states_dtype, c.mamba_inference_ssm_states_dtype),
     )

@@ -62,6 +62,7 @@ from megatron.training.checkpointing.paths import open_checkpoint, resolve_folde
 from megatron.training.config.run import RunConfig
 from megatron.training.fault_tolerance.failure_watch import FailureWatch, failure_watch
 from megatron.training.initialize import connect, create_context, install_groups, is_set_up
+from megatron.training.models.kind import ModelKind
 from megatron.training.models.mimo import image_embeddings
 from megatron.training.models.registry import model_kind, model_kind_of
 from megatron.training.models.vlm import embeddings_per_tile, image_settings
@@ -89,7 +90,8 @@ _LEFT_OUT = frozenset(
     "microbatch_group_size_per_vp_stage account_for_embedding_in_pipeline_split "
     "account_for_loss_in_pipeline_split overlap_moe_expert_parallel_comm tp_comm_overlap "
     "recompute_granularity recompute_method recompute_num_layers recompute_modules "
-    "enable_cuda_graph external_cuda_graph moe_enable_deepep encoder_tp "
+    "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_modules moe_enable_deepep "
+    "moe_flex_dispatcher_backend encoder_tp "
     "moe_expert_capacity_factor moe_pad_expert_input_to_capacity".split()
 )
 # Values set for every generation run.
@@ -138,13 +140,14 @@ def open_writer(
     options: EngineOptions = DEFAULT_OPTIONS,
     flags: Mapping[str, object] = NO_FLAGS,
     watch: ExitStack | None = None,
+    strictness: str | None = None,
 ) -> Writer:
     """Build an engine with the checkpoint ``load``.  Collective over all ranks.
 
-    ``flags``, dest -> value, override the saved ones.  If one rank fails before ``watch`` is
-    closed, all ranks end with its message (`failure_watch`).  Raises CheckpointError if there is no
-    checkpoint, ConfigError if the model does not fit the ranks or generates no text, LaunchError
-    if the process has another model.
+    ``flags``, dest -> value, override the saved ones.  ``strictness``: --dist-ckpt-strictness.  If
+    one rank fails before ``watch`` is closed, all ranks end with its message (`failure_watch`).
+    Raises CheckpointError if there is no checkpoint, ConfigError if the model does not fit the
+    ranks or generates no text, LaunchError if the process has another model.
     """
     if is_set_up():
         raise LaunchError(
@@ -154,18 +157,7 @@ def open_writer(
     load = local_folder(load, "--load")
     content = open_checkpoint(load, step)
     kind = model_kind(content.asked.get("model_kind"))
-    positions = content.asked.get("position_embedding_type")
-    counts_images_once = kind.reads_images and not kind.has_placeholders
-    if counts_images_once and positions not in ("rope", "none", "mrope"):
-        raise ConfigError(
-            f"{load} has --position-embedding-type {positions}, which counts an image as one "
-            "position: text is generated with rope, mrope or none only"
-        )
-    if not kind.writes_text:
-        raise ConfigError(
-            f"{load} holds a {kind.title}, which writes no text: for embeddings of texts use "
-            "tools/bert_embedding.py"
-        )
+    _require_text(load, kind, content.asked)
     asked = {**without_code_and_paths(content.asked, flags), **flags}
     config = generation_config(
         asked,
@@ -178,6 +170,10 @@ def open_writer(
     minutes = max(round(options.timeout_s / 60), 1)
     distributed = replace(config.distributed, distributed_timeout_minutes=minutes)
     config = replace(config, distributed=distributed)
+    if strictness is not None:
+        config = replace(
+            config, checkpoint=replace(config.checkpoint, dist_ckpt_strictness=strictness)
+        )
     connect(config)
     watching = None
     if watch is not None:
@@ -209,6 +205,22 @@ def open_writer(
         watching if isinstance(watching, FailureWatch) else None,
         image_prompts,
     )
+
+
+def _require_text(load: str, kind: ModelKind, asked: Arguments) -> None:
+    """Raise ConfigError for a checkpoint whose model generates no text."""
+    positions = asked.get("position_embedding_type")
+    counts_images_once = kind.reads_images and not kind.has_placeholders
+    if counts_images_once and positions not in ("rope", "none", "mrope"):
+        raise ConfigError(
+            f"{load} has --position-embedding-type {positions}, which counts an image as one "
+            "position: text is generated with rope, mrope or none only"
+        )
+    if not kind.writes_text:
+        raise ConfigError(
+            f"{load} holds a {kind.title}, which writes no text: for embeddings of texts use "
+            "tools/bert_embedding.py"
+        )
 
 
 def _load_adapter(run: RunContext, module: nn.Module, folder: str) -> LayerAdapters:

@@ -191,7 +191,7 @@ def _choose_kind(namespace: argparse.Namespace) -> None:
         return
     is_own = "model_provider" in given.get(OF_PROGRAM, ())
     describes = given["is_hybrid_model"] or given["hybrid_override_pattern"]
-    if describes or (is_own and given["model_provider"] == "mamba"):
+    if describes or (is_own and given["model_provider"] in ("mamba", "hybrid")):
         given["model_kind"] = "mamba"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import runpy
 import subprocess
@@ -10,9 +12,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron.core.inference.sampling_params import SamplingParams
+from megatron.inference.engine_flags import engine_options
 from megatron.inference.llm import LLM
+from megatron.training.arguments.parser import parse_args
 from tests.support import forked, selection
 from tests.support.ranks import run_ranks
 from tests.support.runs import ROOT, TINY, run_gpt
@@ -41,6 +46,15 @@ def run_example(rank: int, world: int, name: str, out: str, argv: list[str]) -> 
 def own_answers(rank: int, world: int, load: str, prompts: list[str]) -> list[Any]:
     answers = LLM.load(load, device_kind="cpu").generate(prompts, GREEDY)
     return [{"text": a.text, "tokens": [t.token for t in a.tokens]} for a in answers]
+
+
+def types_of_states(rank: int, world: int, load: str) -> set[tuple[torch.dtype, ...]]:
+    """Return the types in which an engine keeps the states of Mamba layers after an answer."""
+    flags = "--mamba-inference-conv-states-dtype fp32 --mamba-inference-ssm-states-dtype bf16"
+    options = engine_options(parse_args(argv=flags.split()))
+    llm = LLM.load(load, device_kind="cpu", options=options)
+    assert llm.generate("1 2 3", GREEDY)[0].text
+    return {tuple(x.dtype for x in state) for state in llm.engine._runner.cache.states.values()}
 
 
 def assert_equal(folder: Path, load: str, name: str, argv: list[str], prompts: list[str]) -> None:
@@ -96,8 +110,11 @@ def test_the_script_for_mamba_writes_our_tokens(tmp_path: Path) -> None:
     load = str(tmp_path / "ck")
     run_gpt(tmp_path, *MAMBA, "--save", load)
     prompts = ["1 2 3", "5"]
-    argv = ["--prompts", *prompts]
+    argv = ["--prompts", *prompts, "--model-provider", "hybrid"]
+    argv += ["--mamba-inference-conv-states-dtype", "fp32"]
     assert_equal(tmp_path, load, "mamba/mamba_static_inference.py", argv, prompts)
+    (found,) = run_ranks(types_of_states, 1, load)
+    assert found == {(torch.float32, torch.bfloat16)}
 
 
 def test_the_script_for_t5_writes_our_tokens(tmp_path: Path) -> None:
@@ -136,3 +153,67 @@ def test_the_performance_tool_needs_prompts(gpt: str) -> None:
     ended = subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     assert "give --prompts TEXT ... or --num-input-tokens N" in ended.stderr
+
+
+def run_later(rank: int, world: int, name: str, argv: list[str]) -> tuple[str, str]:
+    """Return the standard output and the error output of a script on this rank."""
+    script = str(ROOT / "examples/inference" / name)
+    flags = ["--device", "cpu", "--inference-dynamic-batching-buffer-size-gb", "0.01"]
+    said = io.StringIO()
+    heard = io.StringIO()
+    with (
+        mock.patch("sys.argv", [script, *flags, *argv]),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(heard),
+    ):
+        runpy.run_path(script, run_name="__main__")
+    return said.getvalue(), heard.getvalue()
+
+
+LATER = {  # script -> ranks, own flags, and what it prints then
+    "advanced/gpt_static_inference.py": (1, "--inference-max-requests 2", ["engine step 4: 2 "]),
+    "advanced/gpt_dynamic_inference.py": (
+        1,
+        "--incoming-requests-per-step 2 --inference-dynamic-batching-max-requests 3",
+        ["engine step 4: 3 requests run, 1 wait"],
+    ),
+    "advanced/gpt_dynamic_inference_with_coordinator.py": (
+        2,
+        "--use-coordinator --incoming-requests-per-step 1",
+        ["engine step 4: "],
+    ),
+    "offline_inference.py": (1, "--async-mode --stop-words STOP", ["0 ends: ", "engine step 4: "]),
+}
+
+
+@pytest.mark.feature("Generation: the scripts of later Megatron-LM versions, with their flags")
+@pytest.mark.parametrize("name", LATER)
+def test_scripts_of_later_versions_follow_their_flags(gpt: str, tmp_path: Path, name: str) -> None:
+    prompts = ["1 2 3", "5", "9 8 7 6 5", "4 4"]
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in [*prompts, "1"])
+    )
+    ranks, own, lines = LATER[name]
+    wanted = run_ranks(own_answers, 1, gpt, prompts)[0]
+    stop = wanted[0]["text"].split()[2]
+    own = own.replace("STOP", stop)
+    out = tmp_path / "out.json"
+    flags = (
+        f"--load {gpt} --prompt-file {tmp_path}/prompts.jsonl --prompt-file-num-truncate 4 "
+        f"--num-tokens-to-generate 6 --output-path {out} --output-every-n-results 2 "
+        "--inference-repeat-n 2 --inference-logging-step-interval 4 --termination-id -1 "
+        f"--inference-ckpt-non-strict --no-inference-dynamic-batching-prefix-caching {own}"
+    )
+    said = run_ranks(run_later, ranks, name, flags.split())[0][0]
+    assert all(line in said for line in lines), said
+    assert said.count(" generated tokens/s") == 2  # of each repetition
+    written = json.loads(out.read_text())
+    assert written.pop("throughput")[0] > 0
+    assert len(written) == 2  # every second answer
+    for prompt, mine, theirs in zip(prompts[::2], written.values(), wanted[::2], strict=True):
+        assert mine["input_prompt"] == prompt
+        whole = theirs["text"]
+        if "--stop-words" in own:
+            whole = whole.partition(stop)[0]
+            assert stop not in mine["generated_text"]
+        assert mine["generated_text"].startswith(whole)  # theirs ends at the token that ends texts

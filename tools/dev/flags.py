@@ -65,7 +65,7 @@ def _rows(f: dataclasses.Field[Any], opt: Option) -> Iterator[str]:
     flag = flag_of(f, opt)
     spellings = [flag, *opt.aliases]
     if opt.both_ways:
-        spellings.append("--no-" + flag.removeprefix("--"))
+        spellings += ["--no-" + spelling.removeprefix("--") for spelling in spellings]
     shown = " ".join(f"`{spelling}`" for spelling in spellings)
     text = " ".join(part for part in (opt.help, state_text(opt)) if part).replace("|", "\\|")
     default = default_text(f, opt)

@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from megatron.core.config import flag_messages  # noqa: E402
 from megatron.training.arguments.options import state  # noqa: E402
 from megatron.training.arguments.parser import build_parser  # noqa: E402
 from megatron.training.arguments.sections import options_by_dest  # noqa: E402
@@ -42,14 +43,16 @@ ORDER = (*STATES.values(), "unknown")
 
 @cache
 def declared() -> dict[str, str]:
-    """Return flag -> state, for every spelling of every declared option."""
-    options = options_by_dest()
-    actions = build_parser()._option_string_actions
-    return {
-        flag: STATES[state(options[action.dest])]
-        for flag, action in actions.items()
-        if action.dest in options
-    }
+    """Return flag -> state, for every spelling of every declared option.
+
+    Flags that the programs that generate read, and training does not, are done.
+    """
+    found = {}
+    for flag, action in build_parser()._option_string_actions.items():
+        if (opt := options_by_dest().get(action.dest)) is not None:
+            is_read = opt.ignored == flag_messages.GENERATION
+            found[flag] = "done" if is_read else STATES[state(opt)]
+    return found
 
 
 @cache

@@ -23,6 +23,7 @@ from examples.inference.common import (
     report,
     sampling_params,
     start,
+    with_engine_flags,
     wrapper_config,
 )
 from megatron.core import device
@@ -48,7 +49,7 @@ def add_arrival_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 def make_context() -> DynamicInferenceContext:
     """Return the context that the --inference-dynamic-batching-* flags ask for."""
     args = get_args()
-    return DynamicInferenceContext(
+    context = DynamicInferenceContext(
         params_dtype=args.params_dtype,
         num_layers=args.num_layers,
         kv_channels=args.kv_channels,
@@ -62,6 +63,8 @@ def make_context() -> DynamicInferenceContext:
         max_tokens_override=args.inference_dynamic_batching_max_tokens_override,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
     )
+    context.options = with_engine_flags(context.options)
+    return context
 
 
 def now() -> float:
@@ -71,27 +74,39 @@ def now() -> float:
     return int(nanoseconds) / 1e9
 
 
-def main() -> None:
+def main(*, records_throughput: bool = False) -> None:
     """Load the model, generate while prompts arrive, and report."""
-    model = start(model_provider, add=add_arrival_flags)
+    model = start(model_provider, add=add_arrival_flags, records_throughput=records_throughput)
     wrapped = GPTInferenceWrapper(model, wrapper_config())
     args = get_args()
     controller = TextGenerationController(wrapped, get_tokenizer())
     engine = DynamicInferenceEngine(
         controller, make_context(), None, enable_cuda_graph=args.enable_cuda_graph
     )
+    arrivals = prompts()
+    for _ in range(args.inference_repeat_n):
+        begin = now()
+        finished, latency = generate(engine, arrivals, begin)
+        report(finished, latency, now() - begin)
+
+
+def generate(
+    engine: DynamicInferenceEngine, arrivals: list[tuple[float, str]], begin: float
+) -> tuple[list[DynamicInferenceRequest], dict[int, float]]:
+    """Generate while prompts arrive; return the finished requests, and the seconds of each."""
+    args = get_args()
     params = sampling_params()
-    waiting = deque(enumerate(prompts()))
+    per_step = args.incoming_requests_per_step
+    waiting = deque(enumerate(arrivals))
     finished: list[DynamicInferenceRequest] = []
     added: dict[int, float] = {}
     latency: dict[int, float] = {}
-    begin = now()
     num_steps = 0
     while waiting or engine.has_unfinished_requests():
         second = now() - begin
         while waiting:
             number, (arrival, prompt) = waiting[0]
-            step = number * args.steps_between_arrivals
+            step = number * args.steps_between_arrivals if per_step is None else number // per_step
             if arrival > second or (not arrival and step > num_steps):
                 break
             engine.add_request(number, prompt, args.num_tokens_to_generate)
@@ -99,6 +114,7 @@ def main() -> None:
             waiting.popleft()
         if not engine.has_unfinished_requests():
             time.sleep(0.001)  # until the next one arrives
+            num_steps += 1
             continue
         _, ended, seconds = engine.step(params)
         finished += ended
@@ -106,7 +122,7 @@ def main() -> None:
         for request in ended:
             latency[request.request_id] = now() - begin - added[request.request_id]
             print_rank_0(f"step {num_steps} ({seconds:.4f} s): request {request.request_id} ended")
-    report(sorted(finished, key=lambda request: request.request_id), latency)
+    return sorted(finished, key=lambda request: request.request_id), latency
 
 
 if __name__ == "__main__":

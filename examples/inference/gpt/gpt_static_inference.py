@@ -13,7 +13,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # installed or not
 
-from examples.inference.common import generate, prompts, sampling_params, start, wrapper_config
+from examples.inference.common import (
+    generate,
+    prompts,
+    sampling_params,
+    start,
+    with_engine_flags,
+    wrapper_config,
+)
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.engines import StaticInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
@@ -26,12 +33,13 @@ from megatron.training import get_args, get_tokenizer, print_rank_0
 from pretrain_gpt import model_provider
 
 
-def main(model_kind: str | None = None) -> None:
+def main(model_kind: str | None = None, *, records_throughput: bool = False) -> None:
     """Load the model, generate and report."""
-    model = start(model_provider, model_kind)
+    model = start(model_provider, model_kind, records_throughput=records_throughput)
     config = wrapper_config()
     wrapped = GPTInferenceWrapper(model, config, StaticInferenceContext.from_config(config))
     controller = TextGenerationController(wrapped, get_tokenizer())
+    controller.options = with_engine_flags(controller.options)
     engine = StaticInferenceEngine(controller, max_batch_size=get_args().max_batch_size)
     texts = [text for _, text in prompts()]
     if get_args().stream:

@@ -56,6 +56,8 @@ EXAMPLES_DATA = (
     "programs of examples/post_training/modelopt read it; for conversations use --sft --data-path"
 )
 NO_KERNEL = "this program chooses its kernels itself; results do not depend on the choice"
+UNPACKED = "each rollout has a row, as long as the longest one of its round; the loss is the same"
+MODEL_OF_ROLLOUTS = "rollouts share the parameters that training holds alike"
 OLD_SPELLING = "Megatron-LM does not use it either"
 ONE_LOGGER = "this program does not report to one logger"
 ALWAYS_SO = "this program always does so"

@@ -131,6 +131,12 @@ class DistributedDataParallelConfig(CheckedConfig):
         "Shard optimizer state over the instances of a hybrid-sharded model too; needs "
         "--num-distributed-optimizer-instances 2 or more.",
     )
+    outer_dp_sharding_strategy: str = _distributed(
+        "no_shard",
+        "What the instances of a hybrid-sharded model share: nothing, or optimizer state (optim), "
+        "as --enable-full-sharding-in-hsdp.",
+        choices=("no_shard", "optim"),
+    )
     num_distributed_optimizer_instances: int = _distributed(
         1,
         "Number of groups of data-parallel ranks that each hold a complete copy of the "
@@ -149,7 +155,6 @@ class DistributedDataParallelConfig(CheckedConfig):
     )
     # Megatron-LM's constructor has these too; the flag of the first is a field of OptimizerConfig.
     use_distributed_optimizer: bool = False
-    outer_dp_sharding_strategy: str = "no_shard"
     use_custom_fsdp: bool = library_field(False, "its name is use_megatron_fsdp", refused=True)
     fp8_param_gather: bool = library_field(False, "TransformerConfig.fp8_param decides")
     delay_wgrad_compute: bool = library_field(
@@ -200,7 +205,7 @@ def reshards_after_forward(config: Config) -> bool:
 
 def shares_instances(config: Config) -> bool:
     """Return whether instances of a sharded model (HSDP) divide the update of their common part."""
-    by_strategy = vars(config).get("outer_dp_sharding_strategy") == "optim"
+    by_strategy = config.outer_dp_sharding_strategy == "optim"
     is_asked = config.enable_full_sharding_in_hsdp or by_strategy
     return bool(
         is_asked

@@ -44,6 +44,11 @@ class OptimizerConfig(CheckedConfig):
     weight_decay: float = _regularization(
         0.01, "Decoupled weight decay coefficient, multiplied by the learning rate."
     )
+    apply_wd_to_qk_layernorm: bool = _regularization(
+        False,
+        "Decay the weights of the norms of queries and keys (--qk-layernorm) too, which are "
+        "vectors.",
+    )
     clip_grad: float = _regularization(
         1.0,
         "Maximum global L2 norm of the gradient; 0 or less disables clipping.",

@@ -122,11 +122,17 @@ def is_of_head(name: str, param: nn.Parameter) -> bool:
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """Return the default overrides: no weight decay on vectors, and the decoupled learning rate."""
+    """Return the default overrides: no weight decay on vectors, and the decoupled learning rate.
+
+    --apply-wd-to-qk-layernorm excepts the norms of queries and keys.
+    """
     is_vector = ParamPredicate("is_vector", lambda param: param.dim() == 1)
     found: dict[ParamKey, ParamGroupOverride] = {
         ParamKey(name="*.bias", predicate=is_vector): {"wd_mult": 0.0}
     }
+    if config.apply_wd_to_qk_layernorm:
+        norms = ("*.q_layernorm.weight", "*.k_layernorm.weight")
+        found[ParamKey(name=norms)] = {"wd_mult": 1.0}
     if config.decoupled_lr is not None:
         decoupled: ParamGroupOverride = {"max_lr": config.decoupled_lr}
         if config.decoupled_min_lr is not None:

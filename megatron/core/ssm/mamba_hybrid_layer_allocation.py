@@ -85,6 +85,12 @@ def pattern_problems(
         yield f"{given} are more than all layers: lower one of them"
     if override is None:
         return
+    if "/" in override:
+        yield (
+            f"--hybrid-override-pattern {override}: / begins layers of multi-token prediction, "
+            "which hybrid models do not have: end the pattern before it"
+        )
+        return
     strange = sorted(set(override) - KINDS.keys())
     if strange:
         known = ", ".join(f"{letter} ({kind})" for letter, kind in KINDS.items())

@@ -238,7 +238,7 @@ fewer ranks for the model: data-parallel size is ranks / (tensor x pipeline x co
 --encoder-pipeline-model-parallel-size | pipeline-model-parallel-split-rank
 --account-for-embedding-in-pipeline-split | standalone-embedding-stage
 --deterministic-mode | deterministic
---enable-cuda-graph or --external-cuda-graph | cuda-graph-impl cuda-graphs
+--enable-cuda-graph or --external-cuda-graph | cuda-graphs
 --lora-rank | lora lora-r use-lora use-peft peft
 --lora-rank with --lora-base-dtype | qlora load-in-4bit load-in-8bit
 --optimizer | optim optimizer-type optim-type

@@ -99,13 +99,19 @@ def depth(ns: Namespace) -> None:
     """Resolve --num-layers, its alias --encoder-num-layers, and --decoder-num-layers.
 
     Without either of the first two, a hybrid model has as many layers as
-    --hybrid-override-pattern has letters.  --decoder-num-layers of an encoder-decoder model
+    --hybrid-override-pattern has letters.  A | in it ends a pipeline stage, unless the run has one
+    stage or --pipeline-model-parallel-layout.  --decoder-num-layers of an encoder-decoder model
     defaults to --num-layers.
     """
     if ns.num_layers is None:
         ns.num_layers = ns.encoder_num_layers
     kind = model_kind(ns.model_kind)
     pattern = ns.hybrid_override_pattern if kind.is_hybrid else None
+    if pattern is not None and "|" in pattern:
+        if ns.pipeline_model_parallel_size > 1 and ns.pipeline_model_parallel_layout is None:
+            stages = "|".join("t" * len(stage) for stage in pattern.split("|"))
+            ns.pipeline_model_parallel_layout = f"E{stages}L"
+        pattern = ns.hybrid_override_pattern = pattern.replace("|", "")
     if ns.num_layers is None and pattern is not None:
         ns.num_layers = len(pattern)
     ns.encoder_num_layers = ns.num_layers
@@ -219,12 +225,15 @@ def activation(ns: Namespace) -> None:
 
 
 def attention(ns: Namespace) -> Iterator[str]:
-    """Resolve --add-qkv-bias and --attention-backend.
+    """Resolve --transformer-impl, --add-qkv-bias and --attention-backend.
 
     QKV layers have biases unless --disable-bias-linear is given without --add-qkv-bias.
     --use-flash-attn means --attention-backend flash unless another backend is given.  As in
     Megatron-LM, --qk-l2-norm replaces --qk-layernorm.
     """
+    if ns.transformer_impl == "inference_optimized":
+        ns.transformer_impl = "local"
+        yield "--transformer-impl inference_optimized: local layers, which generate too, are used"
     if ns.qk_layernorm and ns.qk_l2_norm and not ns.multi_latent_attention:
         ns.qk_layernorm = False
         yield "--qk-layernorm is without effect: --qk-l2-norm, without weights, replaces it"
@@ -270,8 +279,8 @@ def recomputation(ns: Namespace) -> Iterator[str]:
         ns.recompute_modules = sorted({*(ns.recompute_modules or ()), "moe"})
 
 
-def experts(ns: Namespace) -> None:
-    """Set MoE layers from a hybrid pattern, and resolve upcycling.
+def experts(ns: Namespace) -> Iterator[str]:
+    """Set MoE layers from a hybrid pattern, and resolve upcycling and the flex dispatcher.
 
     The letters E of --hybrid-override-pattern replace --moe-layer-freq.  --moe-use-upcycling with
     --load implies --finetune: a dense checkpoint has only weights to load.
@@ -282,6 +291,14 @@ def experts(ns: Namespace) -> None:
         ns.moe_layer_freq = tuple(int(x == EXPERTS) for x in pattern) if is_whole else 1
     if ns.moe_use_upcycling and ns.load is not None:
         ns.finetune = True
+    backend = ns.moe_flex_dispatcher_backend
+    if ns.moe_token_dispatcher_type == "flex" and backend == "deepep":
+        ns.moe_enable_deepep = True
+    elif ns.moe_token_dispatcher_type == "flex" and backend is not None:
+        yield (
+            f"--moe-flex-dispatcher-backend {backend} is without effect: PyTorch's all-to-all "
+            "dispatches tokens; deepep uses that package"
+        )
 
 
 def batch_sizes(ns: Namespace) -> None:
@@ -460,20 +477,29 @@ def cuda_graph_capture(ns: Namespace) -> Iterator[str]:
     A graph cannot contain decisions of the host.  Parts that need them run eagerly, with the same
     results.
     """
+    flag = "--external-cuda-graph" if ns.external_cuda_graph else "--enable-cuda-graph"
+    if ns.cuda_graph_impl != "none":
+        flag = f"--cuda-graph-impl {ns.cuda_graph_impl}"
+        ns.enable_cuda_graph = not ns.external_cuda_graph
     if ns.enable_cuda_graph == ns.external_cuda_graph:  # neither, or both, which is refused
         return
-    flag = "--enable-cuda-graph" if ns.enable_cuda_graph else "--external-cuda-graph"
+    if ns.cuda_graph_impl == "full_iteration" or "full_iteration" in ns.cuda_graph_modules:
+        ns.cuda_graph_scope = "full_iteration"
+    elif "attn" in ns.cuda_graph_modules:
+        ns.cuda_graph_scope = "attn"
     reasons = [reason for reason, applies in _nothing_is_captured(ns).items() if applies]
     if reasons:
         ns.enable_cuda_graph = ns.external_cuda_graph = False
+        ns.cuda_graph_impl = "none"
         yield f"{flag} is without effect, nothing is captured: {'; '.join(reasons)}"
         return
     reasons = [reason for reason, applies in _no_whole_step(ns).items() if applies]
     if ns.cuda_graph_scope == "full_iteration" and reasons:
         ns.cuda_graph_scope = "full"
+        by_impl = ns.cuda_graph_impl == "full_iteration"
         yield (
-            "--cuda-graph-scope full_iteration: each layer is captured instead of the whole step: "
-            f"{'; '.join(reasons)}"
+            f"{flag if by_impl else '--cuda-graph-scope full_iteration'}: each layer is captured "
+            f"instead of the whole step: {'; '.join(reasons)}"
         )
     if ns.cuda_graph_scope == "full" and ns.num_experts:
         yield (

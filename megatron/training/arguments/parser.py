@@ -31,6 +31,12 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     groups = groups_of(parser)
     for config_class in ALL_CLASSES:
         add_options(groups, config_class, help_line)
+    # Later versions of Megatron-LM spell switches that turn something off both ways.
+    spelled = parser._option_string_actions
+    for flag, action in [*spelled.items()]:
+        for prefix, other in (("--no-", "--disable-"), ("--disable-", "--no-")):
+            if flag.startswith(prefix) and action.nargs == 0:
+                spelled.setdefault(other + flag.removeprefix(prefix), action)
     return parser
 
 

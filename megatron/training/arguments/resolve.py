@@ -67,7 +67,10 @@ def states(args: Namespace, *, trains: bool = True) -> tuple[list[str], list[str
             value = given[dest_of(f, opt)]
             if value == namespace_default(f, opt) or value in opt.harmless:
                 continue
-            shown = flag_of(f, opt) if isinstance(value, bool) else f"{flag_of(f, opt)} {value}"
+            flag = flag_of(f, opt)
+            if opt.both_ways and value is False:
+                flag = f"--no-{flag.removeprefix('--')}"
+            shown = flag if isinstance(value, bool) else f"{flag} {value}"
             values = value if isinstance(value, list) else [value]
             reasons = (opt.refused_values[v] for v in values if v in opt.refused_values)
             reason = opt.refused or next(reasons, None)
@@ -108,6 +111,9 @@ def resolve(
     ns.trains = trains
     for derive in DERIVATIONS:
         warnings.extend(derive(ns) or ())
+    if "|" in (given["hybrid_override_pattern"] or ""):  # which `depth` has divided into stages
+        for dest in ("hybrid_override_pattern", "pipeline_model_parallel_layout"):
+            given[dest] = vars(ns)[dest]
     known = flags_and_defaults().keys() | _LAUNCH
     if extra is None:
         extra = {dest: value for dest, value in given.items() if dest not in known} | own

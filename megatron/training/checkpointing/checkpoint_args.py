@@ -107,7 +107,8 @@ FORCED = (
     _QUANTIZATION_PATH,
 )
 FORCED_PREFIXES = (
-    "hybrid_", "mamba_", "heterogeneous_", "window_", "longrope_", "relative_attention_",
+    "hybrid_", "mamba_state_", "mamba_head_", "mamba_num_", "heterogeneous_", "window_",
+    "longrope_", "relative_attention_",
 )  # fmt: skip
 FORCED_PARALLEL = tuple(
     """

@@ -113,7 +113,8 @@ class CheckpointConfig:
         False, "Also read the parallel sizes from the checkpoint; needs --use-checkpoint-args."
     )
     use_tokenizer_model_from_checkpoint_args: bool = _ckpt(
-        True, "With --use-checkpoint-args, do not read the tokenizer path from the checkpoint."
+        True,
+        "With --use-checkpoint-args, do not read the tokenizer path from the checkpoint.",
     )
     exit_on_missing_checkpoint: bool = _ckpt(
         False, "Exit if --load holds no checkpoint, even if --save is the same directory."

@@ -67,7 +67,10 @@ class InferenceConfig:
         "--perform-rl-step.",
     )
     inference_dynamic_batching_chunk_size: int = _engine(
-        256, "Number of tokens of a page of the KV cache; the default is 16 on a CPU.", at_least=1
+        256,
+        "Number of tokens of a page of the KV cache; the default is 16 on a CPU.",
+        aliases=("--inference-dynamic-batching-block-size",),
+        at_least=1,
     )
     inference_dynamic_batching_buffer_guaranteed_fraction: float = _engine(
         0.2, "Fraction of the KV cache that is reserved for running requests when others start."
@@ -78,10 +81,16 @@ class InferenceConfig:
         "--inference-max-seq-length tokens that the KV cache holds; default: 1.",
     )
     inference_dynamic_batching_max_requests_override: int | None = _engine(
-        None, "Maximum number of requests that run at the same time.", at_least=1
+        None,
+        "Maximum number of requests that run at the same time.",
+        aliases=("--inference-dynamic-batching-max-requests",),
+        at_least=1,
     )
     inference_dynamic_batching_max_tokens_override: int | None = _engine(
-        None, "Maximum number of tokens of a forward pass; default: 2048.", at_least=1
+        None,
+        "Maximum number of tokens of a forward pass; default: 2048.",
+        aliases=("--inference-dynamic-batching-max-tokens",),
+        at_least=1,
     )
     inference_dynamic_batching_num_cuda_graphs: int = _engine(
         16,
@@ -92,8 +101,35 @@ class InferenceConfig:
     inference_max_waiting_requests: int = _engine(
         1024, "Maximum number of requests that wait for their start; the server answers 429 then."
     )
+    inference_cuda_graph_scope: str | None = _engine(
+        None,
+        "none: capture no CUDA graphs of decoding; layer and block both capture the complete "
+        "forward pass, the default.",
+        choices=("none", "layer", "block"),
+    )
+    inference_logging_step_interval: int = _engine(
+        0,
+        "Steps of the engine between lines about its requests and KV cache, also in rollouts of "
+        "--perform-rl-step; 0: no lines.",
+    )
+    mamba_inference_conv_states_dtype: str | None = _engine(
+        None,
+        "Type in which the engine keeps the last inputs of the convolution of Mamba layers; "
+        "default: that of the computation.",
+        choices=("bf16", "fp16", "fp32"),
+    )
+    mamba_inference_ssm_states_dtype: str | None = _engine(
+        None,
+        "Type in which the engine keeps the states of Mamba layers; default: that of the "
+        "computation.",
+        choices=("bf16", "fp16", "fp32"),
+    )
     inference_prefix_cache: bool = _engine(
-        True, "Compute the beginning of every prompt, also where a request before had the same one."
+        True,
+        "Compute a beginning that several prompts share only once, the default.",
+        flag="--inference-prefix-cache",
+        aliases=("--inference-dynamic-batching-prefix-caching",),
+        both_ways=True,
     )
     inference_num_draft_tokens: int = _engine(
         0,

@@ -1,8 +1,8 @@
 """Flags of Megatron-LM that a run refuses, or accepts without effect, as tables.
 
-A row is ``name type default --flag | help | reason``.  Without type it is a switch that is off, and
-a type with commas lists the choices; default and flag are left out where they are None and that of
-the name.  A reason in capitals is one of `flag_messages`.
+A row is ``name type default --flag | help | reason``.  Without type it is a switch that is off,
+with ``both`` one with a --no- form, and a type with commas lists the choices; default and flag are
+left out where they are None and that of the name.  A reason in capitals is one of `flag_messages`.
 """
 
 from __future__ import annotations
@@ -111,6 +111,44 @@ enable_gloo_process_groups bool True --disable-gloo-process-groups | Do not crea
 deprecated_use_mcore_models --use-mcore-models | Deprecated; the models of Megatron-LM's core
     library are the only ones. | OLD_SPELLING
 """,
+    "inference": """
+enable_chunked_prefill | Read a long prompt in several steps, beside the tokens of other requests. |
+    ALWAYS_SO
+decode_only_cuda_graphs | Capture CUDA graphs of decoding alone. | ALWAYS_SO
+use_legacy_static_engine | Generate with an earlier static engine of Megatron Core. | the static
+    engine has one implementation
+use_flashinfer_fused_rope | Rotate keys and queries with a kernel of flashinfer. | NO_KERNEL
+inference_dynamic_batching_sampling_backend torch,flashinfer torch | Kernels that sample tokens. |
+    NO_KERNEL
+inference_grouped_gemm_backend flashinfer,torch,vllm vllm | Kernels of experts. | NO_KERNEL
+inference_moe_token_dispatcher_type nccl,nvls nvls | Collectives of experts. | NO_KERNEL
+inference_fuse_tp_communication | Fuse the all-reduce of a layer with its norm. | NO_KERNEL
+moe_pad_experts_for_cuda_graph_inference | Pad the tokens of experts, so that a CUDA graph can
+    contain them. | steps of models with experts run without CUDA graphs, since the host has to know
+    the token counts
+inference_dynamic_batching_cuda_graph_sizing_distribution exponential,linear exponential | Spacing
+    of the batch sizes that are captured. | they are evenly spaced (linear)
+inference_dynamic_batching_async_sched_mode legacy,async legacy | Scheduler of the engine. | the
+    engine has one scheduler
+inference_dynamic_batching_prefix_caching_eviction_policy ref_zero,lru ref_zero | Cached pages that
+    are freed first. | the least recently used pages are freed, when their memory is needed (lru)
+inference_dynamic_batching_prefix_caching_coordinator_policy
+    longest_prefix,first_prefix_block,load_balanced load_balanced | Replica that gets a request. |
+    it is the replica with the fewest requests (load_balanced)
+inference_dynamic_batching_unified_memory_level int 0 | 1: let the KV cache exceed the memory of the
+    device. | the KV cache stays in device memory, and requests that it cannot hold wait
+suspend_resume_interval int | Steps after which the engine is suspended and resumed, to test it. |
+    the engine keeps its memory until it ends
+suspend_timeout float 0.0 | Seconds that the engine stays suspended. | the engine keeps its memory
+    until it ends
+""",
+    "Transformer-Engine": """
+use_transformer_engine_op_fuser | Let Transformer Engine fuse the operations of an MLP. | NO_KERNEL
+""",
+    "tokenizer": """
+trust_remote_code | Run the code in the folder of a tokenizer or model. | this program reads the
+    files of a folder and never runs code in it
+""",
     "distributed": """
 use_sharp | Let the network switches reduce gradients. | the environment variable
     NCCL_COLLNET_ENABLE=1 lets NCCL use the switches
@@ -138,6 +176,17 @@ ckpt_incremental | Write frozen tensors only to the first checkpoint. | every ch
     complete; --lora-rank saves the adapters alone, and --keep-last-checkpoints limits the space
 strict_fsdp_dtensor_load bool True | Allow missing keys when an fsdp_dtensor checkpoint is loaded. |
     --dist-ckpt-strictness says for every format what may be missing
+dist_ckpt_optim_fully_reshardable | Save optimizer state that loads in any layout. | ALWAYS_SO
+distrib_optim_fully_reshardable_mem_efficient | Gather less optimizer state at a time, for
+    --dist-ckpt-optim-fully-reshardable. | no rank gathers the state of others
+async_strategy nvrx,mcore nvrx | Package that writes with --async-save. | a thread of each rank
+    writes
+async_ckpt_use_cpu_shm | Pass tensors to the process that writes in shared memory. | a thread of
+    each rank writes, from buffers of its own process
+verify_integrity | Save checksums, and verify them at load. | ALWAYS_SO in its format
+    safetensors_dist; other formats have no checksums
+ckpt_load_validate_sharding_integrity bool True --no-ckpt-load-validate-sharding-integrity | Do not
+    check that the shards of a tensor cover it. | the check reads no data and is always made
 auto_detect_ckpt_format | Detect the format of the loaded checkpoint. | ALWAYS_SO
 ckpt_convert_update_legacy_dist_opt_format | Rewrite the distributed optimizer's state while
     converting. | it is always written in the present arrangement
@@ -160,6 +209,20 @@ adlr_autoresume_interval int 1000 | Steps between questions to the resubmission 
     adjusts --adlr-autoresume, which is not available in this program
 """,
     "rl": """
+refit_method nccl,gloo,nvshmem gloo | How rollouts get the weights of training. | a rank copies the
+    weights that it holds, and the others are sent by --distributed-backend
+rl_sequence_packing_algo fifo,round-robin fifo | Order in which --rl-use-sequence-packing packs. |
+    UNPACKED
+rl_kv_cache_management_mode persist,offload,recompute persist | KV cache of unfinished answers while
+    the weights change. | the new weights compute it again (recompute)
+rl_inference_model_unified_memory_level int 0 | 1: keep the model of rollouts in unified memory. |
+    MODEL_OF_ROLLOUTS
+rl_offload_inference_model_weights_when_idle both | Move the model of rollouts to host memory while
+    training. | MODEL_OF_ROLLOUTS
+rl_persist_cuda_graphs both | Keep the CUDA graphs of rollouts while training. | each round captures
+    its graphs, and training gets their memory
+rl_training_cuda_graphs both | Capture CUDA graphs of training too. | --cuda-graph-impl decides for
+    training and rollouts
 rl_offload_optimizer_during_inference | Move the optimizer state to host memory during rollouts. |
     the optimizer state stays where it is; see --optimizer-cpu-offload
 """,
@@ -176,10 +239,14 @@ add_position_embedding bool True --no-position-embedding | Do not add learned po
     use --position-embedding-type. | --position-embedding-type sets the position embedding
 """,
     "moe": """
+moe_hybridep_num_sms int | SMs (GPU multiprocessors) of --moe-flex-dispatcher-backend hybridep. |
+    DeepEP or PyTorch dispatches tokens; see --moe-deepep-num-sms
 moe_extended_tp | Old spelling of --expert-tensor-parallel-size. | OLD_SPELLING
 """,
     "ModelOpt": """
 export_te_mcore_model | Build the layers of Transformer Engine in a script of ModelOpt. |
+    --transformer-impl transformer_engine, the default, builds them
+export_default_te_spec | Build the default layers of Transformer Engine. |
     --transformer-impl transformer_engine, the default, builds them
 export_force_local_attention | Build Megatron Core's own attention in a script of ModelOpt. |
     --attention-backend chooses the attention
@@ -225,6 +292,9 @@ def _fields(state: str, tables: dict[str, str]) -> Iterator[tuple[str, object, A
             kind, *default = spelling or ("bool", "False")
             if "," in kind:
                 more["choices"] = tuple(kind.split(","))
+            if kind == "both":
+                more["both_ways"] = True
+                kind, default = "bool", ["False"]
             parse = _TYPES.get(kind, str)
             value = parse(default[0]) if default else None
             hint = bool if kind == "bool" else parse

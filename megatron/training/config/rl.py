@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import partial
 
+from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
 _rl = partial(option, group="rl")
@@ -89,8 +90,7 @@ class RLConfig:
         False,
         "Pack several rollouts into a sequence.",
         both_ways=True,
-        ignored="each rollout has a row, as long as the longest one of its round; the loss is the "
-        "same",
+        ignored=flag_messages.UNPACKED,
     )
     rl_partial_rollouts: bool = _rl(
         False,

@@ -181,6 +181,20 @@ def test_a_decoder_attends_to_the_source_of_its_request(position: str) -> None:
     check(lengths, whole, run, sources=tuple(enumerate(source_lengths)))
 
 
+def test_states_are_kept_in_their_own_types_and_returned_in_the_computed_ones() -> None:
+    probe = PagedCache(1, 2, 1, state_dtypes=(torch.bfloat16, None))
+    conv, ssm = torch.full((1, 3), 1 / 3), torch.full((1, 2), 1 / 3)
+    probe.keep_state(0, [0], (conv, ssm))
+    cache = PagedCache(1, 2, 4, state_dtypes=(torch.bfloat16, None))
+    cache.allocate(probe)
+    cache.keep_state(0, [2], (conv, ssm))
+    assert [kept.dtype for kept in cache.states[0]] == [torch.bfloat16, torch.float32]
+    found = cache.state(0, [2])
+    assert [part.dtype for part in found] == [torch.float32, torch.float32]
+    assert torch.equal(found[0], conv.bfloat16().float())
+    assert torch.equal(found[1], ssm)
+
+
 def test_pages_are_copied_in_all_layers() -> None:
     cache = PagedCache(4, 2, 1)
     key = torch.zeros(1, 1, 1, 3)

@@ -19,7 +19,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.param_groups import no_weight_decay_on_embeddings
+from megatron.core.optimizer.param_groups import make_param_groups, no_weight_decay_on_embeddings
 from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, set_info
@@ -286,6 +286,16 @@ def test_biases_and_norms_do_not_decay(alone: ProcessGroupCollection):
     free = {name for name, values in decays.items() if values == (0.0, 0.0)}
     assert free == {"first.bias", "second.bias", "norm.weight", "norm.bias"}
     assert decays["first.weight"] == (1.0, 0.1)
+
+
+def test_norms_of_queries_and_keys_can_decay() -> None:
+    layer = torch.nn.ModuleDict(
+        {name: torch.nn.LayerNorm(4) for name in ("q_layernorm", "k_layernorm", "input_layernorm")}
+    )
+    config = OptimizerConfig(lr=1.0, weight_decay=0.1, apply_wd_to_qk_layernorm=True)
+    groups = make_param_groups([torch.nn.ModuleDict({"attention": layer})], config)
+    decaying = [group["params"] for group in groups if group["weight_decay"] == 0.1]
+    assert decaying == [[layer["q_layernorm"].weight, layer["k_layernorm"].weight]]
 
 
 def test_embeddings_can_be_kept_from_decaying(alone: ProcessGroupCollection):

@@ -45,18 +45,26 @@ class PagedCache:
     """``num_pages`` pages and ``max_requests`` slots, and one more of each for idle steps.
 
     ``dtype`` of keys and values; None: the dtype of the model.  Pages in int8 hold the rows of
-    `fusions.paged_attention`.
+    `fusions.paged_attention`.  ``state_dtypes`` of the tensors of a recurrent state; None: the
+    dtypes of the first state.  `state` returns these dtypes in any case.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, max_requests: int, dtype: torch.dtype | None = None
+        self,
+        num_pages: int,
+        page_size: int,
+        max_requests: int,
+        dtype: torch.dtype | None = None,
+        state_dtypes: Sequence[torch.dtype | None] = (None, None),
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.max_requests = max_requests
         self.dtype = dtype
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.state_dtypes = state_dtypes
         self.states: dict[int, State] = {}  # recurrent states of all slots, by layer
+        self._computed_dtypes: list[torch.dtype] = []
         # By layer and slot: keys and values [k, b, g, d] of a sequence that the slot attends to.
         self.others: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -67,6 +75,7 @@ class PagedCache:
         """
         for index, (keys, values) in like._layers.items():
             self._layers[index] = (self._pages(keys), self._pages(values))
+        self._computed_dtypes = like._computed_dtypes
         for index, state in like.states.items():
             self.states[index] = self._slots(state)
 
@@ -91,14 +100,16 @@ class PagedCache:
 
     def state(self, layer_index: int, slots: Sequence[int]) -> State:
         """Return the recurrent states of ``slots``: tensors [len(slots), ..]."""
-        return tuple(kept[slots] for kept in self.states[layer_index])
+        kept = zip(self.states[layer_index], self._computed_dtypes, strict=True)
+        return tuple(of_all[slots].to(dtype) for of_all, dtype in kept)
 
     def keep_state(self, layer_index: int, slots: Sequence[int], state: State) -> None:
         """Replace the recurrent states of ``slots``."""
         if layer_index not in self.states:
+            self._computed_dtypes = [part.dtype for part in state]
             self.states[layer_index] = self._slots(state)
         for kept, part in zip(self.states[layer_index], state, strict=True):
-            kept[slots] = part
+            kept[slots] = part.to(kept.dtype)
 
     def clear(self) -> None:
         """Free all memory."""
@@ -113,7 +124,11 @@ class PagedCache:
         return sum(x.nbytes // x.shape[0] for x in tensors)
 
     def _slots(self, like: State) -> State:
-        return tuple(part.new_zeros(self.max_requests + 1, *part.shape[1:]) for part in like)
+        shapes = ((self.max_requests + 1, *part.shape[1:]) for part in like)
+        return tuple(
+            part.new_zeros(shape, dtype=dtype or part.dtype)
+            for part, shape, dtype in zip(like, shapes, self.state_dtypes, strict=True)
+        )
 
     def _stored(self, like: Tensor) -> Tensor:
         """Return an empty tensor with the dtype and width of ``like`` in pages."""

@@ -160,6 +160,7 @@ class Engine:
         # Kind and text of a grammar -> its matcher; None: this engine has no grammars.
         self.make_matcher: Callable[[str, str], GrammarMatcher] | None = None
         self._lane = 0
+        self._num_steps = 0
         self._held: list[RequestOutput] = []  # that the next `step` returns
         self._flights: dict[tuple[int, int], tuple[StepPlan, StepOutput | None]] = {}
 
@@ -240,6 +241,18 @@ class Engine:
             1 + accepted / max(steps, 1),
         )
 
+    def _log_step(self) -> None:
+        self._num_steps += 1
+        interval = self.options.log_interval
+        if interval and self._num_steps % interval == 0:
+            now = self.stats()
+            used = now.num_pages - now.num_free_pages
+            print(
+                f"engine step {self._num_steps}: {now.num_running} requests run, "
+                f"{now.num_waiting} wait, {used} of {now.num_pages} KV pages are in use",
+                flush=True,
+            )
+
     @waiting_for_work(False)
     def step(self) -> list[RequestOutput]:
         """Run the next step of one lane of each replica; return its outputs of requests."""
@@ -258,6 +271,7 @@ class Engine:
             self._run(
                 {r: p or self._idle for r, p in plans.items() if p or self._in_lockstep}, lane
             )
+            self._log_step()
         if self._num_lanes == 1:
             outputs += self._collected(lane)
         if not (any(plans.values()) or self._flights):  # all requests wait for their grammars
@@ -455,7 +469,8 @@ class Engine:
 
     def _new_runner(self, num_pages: int, slots: int) -> ModelRunner:
         dtype = cache_dtype(self.options, self.model)
-        cache = PagedCache(num_pages, self._page_size, slots, dtype)
+        of_states = [None if name is None else _DTYPES[name] for name in self.options.state_dtypes]
+        cache = PagedCache(num_pages, self._page_size, slots, dtype, of_states)
         return ModelRunner(self.model, cache, self.options)
 
     def _num_fitting_pages(self, probe: ModelRunner) -> int:
@@ -528,7 +543,13 @@ def _path_in(numbers: Integers) -> str:
     return os.fsdecode(numbers.astype(np.uint8).tobytes())
 
 
-_DTYPES = {"auto": None, "bf16": torch.bfloat16, "int8": torch.int8}
+_DTYPES = {
+    "auto": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "int8": torch.int8,
+}
 
 
 def cache_dtype(options: EngineOptions, model: GenerationModel) -> torch.dtype | None:

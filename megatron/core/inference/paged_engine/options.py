@@ -42,6 +42,9 @@ class EngineOptions:
     batch_invariant: bool = False
     kv_cache: KVFormat = "auto"
     num_cuda_graphs: int = 16  # numbers of requests whose decoding is captured; -1: all
+    log_interval: int = 0  # steps between lines of the log; 0: none
+    # Types of the convolution's last inputs and of the states of Mamba layers; None: as computed.
+    state_dtypes: tuple[str | None, str | None] = (None, None)
     timeout_s: float = 600.0  # until a rank that does not answer ends the engine
 
     def __post_init__(self) -> None:

@@ -66,6 +66,8 @@ class TextGenerationController:
         self.pp_group = inference_wrapped_model.pp_group if pp_group is None else pp_group
         self.max_requests = inference_wrapped_model.inference_wrapper_config.inference_max_requests
         self._engine: CollectiveEngine | None = None
+        # Of the static engine, whose requests and their lengths bound the cache.
+        self.options = EngineOptions(buffer_bytes=_ENDLESS, max_waiting=_ENDLESS)
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:  # noqa: N803
         """Return the tokens of a prompt: with BOS if ``add_BOS``, else without."""
@@ -183,11 +185,10 @@ class TextGenerationController:
             model = self.inference_wrapped_model.generation_model(self.tokenizer)
             self._engine = CollectiveEngine(
                 model,
-                EngineOptions(
-                    buffer_bytes=_ENDLESS,  # the requests and their lengths bound the cache
+                replace(
+                    self.options,
                     max_requests=self.max_requests,
                     max_sequence_length=config.inference_max_seq_length,
-                    max_waiting=_ENDLESS,
                 ),
             )
         return self._engine

@@ -155,8 +155,8 @@ class BaseConfig:
     transformer_impl: str = _te(
         "transformer_engine",
         "Layer implementation: transformer_engine where it is installed, or local (this "
-        "program's own).",
-        choices=("local", "transformer_engine"),
+        "program's own, which is inference_optimized too).",
+        choices=("local", "transformer_engine", "inference_optimized"),
     )
     require_transformer_engine: bool = _te(
         False, "Exit if Transformer Engine cannot be used, instead of using local layers."

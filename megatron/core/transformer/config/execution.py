@@ -129,7 +129,19 @@ class CudaGraphConfig:
         False,
         "Alias of --enable-cuda-graph; does not need Transformer Engine.",
     )
-    cuda_graph_impl: str = "none"  # local: enable_cuda_graph; transformer_engine: the other one
+    cuda_graph_impl: str = _inference(
+        "none",
+        "CUDA graphs: none, of layers (local or transformer_engine, both as --enable-cuda-graph), "
+        "or of a step (full_iteration).",
+        choices=("none", "local", "transformer_engine", "full_iteration"),
+    )
+    cuda_graph_modules: tuple[str, ...] = _inference(
+        (),
+        "Parts of a layer to capture: with attn its attention, else the layer; only attention in "
+        "layers with experts. Graphs do not change results.",
+        choices=("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "full_iteration"),
+        nargs="+",
+    )
     cuda_graph_scope: str | Sequence[Any] = _inference(
         "full",
         "Scope of CUDA graph capture: each layer (full), its attention (attn), or all "

@@ -100,6 +100,7 @@ class MoEConfig:
     moe_router_padding_for_fp8: bool = _moe(
         False,
         "Pad the tokens of each expert to the multiple that fp8 GEMMs need.",
+        aliases=("--moe-router-padding-for-quantization",),
         ignored="expert GEMMs accept any number of tokens and pad them where a kernel needs it",
     )
     moe_aux_loss_coeff: float | Sequence[float] = _moe(
@@ -119,7 +120,17 @@ class MoEConfig:
         "Dispatch tokens with the DeepEP package if it is installed, otherwise with PyTorch; "
         "needs dispatcher flex.",
     )
-    moe_deepep_num_sms: int = _moe(20, "Number of SMs (GPU multiprocessors) that DeepEP uses.")
+    moe_flex_dispatcher_backend: str | None = _moe(
+        None,
+        "Package of dispatcher flex: deepep sets --moe-enable-deepep; the other two are dispatched "
+        "with PyTorch, with a warning.",
+        choices=("deepep", "hybridep", "ncclep"),
+    )
+    moe_deepep_num_sms: int = _moe(
+        20,
+        "Number of SMs (GPU multiprocessors) that DeepEP uses.",
+        aliases=("--moe-flex-dispatcher-num-sms",),
+    )
     moe_permute_fusion: bool = _moe(
         False,
         "Fuse token permutation into one kernel, on a GPU.",

@@ -29,8 +29,9 @@ def _optimizer_of_vectors(c: Settings) -> object:
 
 NEEDS_GPU = needs(
     "a GPU",
-    "optimizer_cpu_offload enable_cuda_graph external_cuda_graph cpu_offloading moe_grouped_gemm "
-    "record_memory_history high_priority_stream_groups nccl_communicator_config_path "
+    "optimizer_cpu_offload enable_cuda_graph external_cuda_graph cuda_graph_impl cpu_offloading "
+    "moe_grouped_gemm record_memory_history high_priority_stream_groups "
+    "nccl_communicator_config_path "
     "moe_router_fusion nccl_ub tp_comm_overlap",
     lambda c: c.device != CPU,
 )
@@ -71,6 +72,7 @@ _FLAGS_NEEDED = parse_table(
     moe_router_score_function moe_router_topk moe_router_topk_scaling_factor moe_shared_expert_gate
     moe_shared_expert_intermediate_size moe_token_dispatcher_type moe_z_loss_coeff
 --moe-shared-expert-intermediate-size | moe_shared_expert_overlap
+--moe-token-dispatcher-type flex | moe_flex_dispatcher_backend
 --moe-enable-deepep | moe_deepep_num_sms
 --moe-use-upcycling | moe_upcycling_granularity
 --moe-expert-capacity-factor | moe_token_drop_policy
@@ -83,6 +85,7 @@ _FLAGS_NEEDED = parse_table(
 --first-last-layers-bf16 | num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
 --cpu-offloading | cpu_offloading_num_layers
 --enable-cuda-graph or --external-cuda-graph | cuda_graph_warmup_steps cuda_graph_scope
+    cuda_graph_modules
 --manual-gc | manual_gc_interval manual_gc_eval
 --rerun-mode validate_results | error_injection_rate
 --tokenizer-type BertWordPieceLowerCase, BertWordPieceCase, SentencePieceTokenizer or
@@ -247,7 +250,9 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
     ),
     "--use-megatron-fsdp with fully sharded parameters and "
     "--num-distributed-optimizer-instances "
-    "2 or more | enable_full_sharding_in_hsdp": lambda c: shares_instances(c.config.ddp),
+    "2 or more | enable_full_sharding_in_hsdp outer_dp_sharding_strategy": lambda c: (
+        shares_instances(c.config.ddp)
+    ),
     "fully sharded parameters (--use-torch-fsdp2, or --use-megatron-fsdp with "
     "--data-parallel-sharding-strategy optim_grads or optim_grads_params) | "
     "gradient_reduce_div_fusion "
