@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    LOCAL,
+    decoder_block_of,
+    get_gpt_layer_local_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.mamba import MambaModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -47,6 +51,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "longrope": (LONGROPE, {"position_embedding_type": "rope"}),
     "alibi": ({}, {"position_embedding_type": "alibi"}),
+    "linear_attention": (
+        {
+            **{"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2},
+            **{"linear_key_head_dim": 6, "linear_value_head_dim": 4},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 6},
+            **{"attention_output_gate": True},
+        },
+        {"position_embedding_type": "rope"},
+    ),
 }
 
 
@@ -56,7 +69,7 @@ def build(case: str, groups: Any, **changes: Any) -> GPTModel:
     torch.manual_seed(1)
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(config=config),
+        decoder_block_of(LOCAL, config),
         VOCABULARY,
         LENGTH,
         pg_collection=groups,

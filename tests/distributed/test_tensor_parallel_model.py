@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import LOCAL, decoder_block_of
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel.random import model_parallel_seed
@@ -44,6 +44,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"position_embedding_type": "rope", "rotary_base": 1000},
     ),
     "alibi": ({"layer_norm_placement": "sandwich"}, {"position_embedding_type": "alibi"}),
+    "linear_attention": (
+        {
+            **{**LLAMA, "experimental_attention_variant": "gated_delta_net"},
+            **{"linear_attention_freq": 2, "attention_output_gate": True, "qk_layernorm": True},
+            **{"linear_key_head_dim": 6, "linear_value_head_dim": 4},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 6},
+        },
+        {"position_embedding_type": "rope"},
+    ),
     "softcap": (
         {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "embedding_scale": 0.0},
         {"position_embedding_type": "none"},
@@ -58,7 +67,7 @@ def build(case: str, groups: Any, padded: int, **changes: Any) -> GPTModel:
     torch.manual_seed(1234)
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(config=config),
+        decoder_block_of(LOCAL, config),
         padded,
         16,
         pg_collection=groups,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -195,3 +196,61 @@ def mixer_problems(config: TransformerConfig) -> Iterator[str]:
             "groups of a Mamba layer that a tensor-parallel rank holds: use a divisor of the heads "
             "of each group, or of the groups"
         )
+
+
+@dataclass(frozen=True)
+class DeltaNetShape:
+    """Global sizes of a layer of linear attention (Gated DeltaNet), before sharding."""
+
+    hidden: int
+    key_heads: int
+    key_width: int
+    value_heads: int
+    value_width: int
+    conv_width: int
+
+    @property
+    def inner(self) -> int:
+        """Width of all values."""
+        return self.value_heads * self.value_width
+
+    @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Widths of queries, keys and values."""
+        keys = self.key_heads * self.key_width
+        return keys, keys, self.inner
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """Widths of queries, keys, values, gate, beta and alpha."""
+        return *self.convolved, self.inner, self.value_heads, self.value_heads
+
+    @property
+    def num_sharded(self) -> int:
+        """Number of parameters that tensor parallelism shards; the norm's are ``value_width``."""
+        matrices = self.hidden * (sum(self.projected) + self.inner)
+        return matrices + self.conv_width * sum(self.convolved) + 2 * self.value_heads
+
+    @property
+    def mixing_per_token(self) -> int:
+        """Forward multiply-adds per token between tokens: convolution, and the recurrence.
+
+        Per state of a head: decay, the value that it predicts, its update, and its output.
+        """
+        states = self.inner * self.key_width
+        return self.conv_width * sum(self.convolved) + 4 * states
+
+
+def delta_net_shape(config: Any) -> DeltaNetShape:
+    """Return the sizes of the layers of linear attention of a model, which are all equal.
+
+    ``config``: a TransformerConfig, or a description of a model that has its names.
+    """
+    return DeltaNetShape(
+        hidden=config.hidden_size,
+        key_heads=config.linear_num_key_heads,
+        key_width=config.linear_key_head_dim,
+        value_heads=config.linear_num_value_heads,
+        value_width=config.linear_value_head_dim,
+        conv_width=config.linear_conv_kernel_dim,
+    )

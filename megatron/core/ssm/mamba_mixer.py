@@ -11,6 +11,7 @@ cp from tokens to heads before the convolution and one back after the scan, also
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
@@ -18,6 +19,7 @@ from math import gcd
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import ConfigError
@@ -40,12 +42,12 @@ from megatron.core.utils import deprecate_inference_params
 def causal_conv(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     *,
     before: Tensor | None = None,
     sequence: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Convolve x [s, b, c] with weight [c, 1, w], add bias [c] and apply SiLU.
+    """Convolve x [s, b, c] with weight [c, 1, w], add bias [c], if any, and apply SiLU.
 
     Returns [s, b, c] and the last w - 1 inputs, which are ``before`` [w - 1, b, c] (default: zeros)
     of the next call in generation.  ``sequence`` [s]: index of each token's packed sequence; the
@@ -65,18 +67,24 @@ class _Conv(Function[Tensor]):
 
     @staticmethod
     def forward(
-        ctx: Context[None], inputs: Tensor, weight: Tensor, bias: Tensor, sequence: Tensor | None
+        ctx: Context[bool],
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(inputs, weight, sequence)
+        ctx.values = bias is not None
         last = weight.shape[-1] - 1
-        y = torch.addcmul(bias, inputs[last:], weight[:, 0, last])
+        own = inputs[last:], weight[:, 0, last]
+        y = torch.mul(*own) if bias is None else torch.addcmul(bias, *own)
         for tap in range(last):
             seen = inputs[tap : tap + len(y)]
             y.addcmul_(_visible(seen, sequence, tap, last), weight[:, 0, tap])
         return y
 
     @staticmethod
-    def backward(ctx: Context[None], grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[bool], grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight, sequence = ctx.saved_tensors
         last = weight.shape[-1] - 1
         d_inputs = torch.zeros_like(inputs)
@@ -86,7 +94,8 @@ class _Conv(Function[Tensor]):
             arrived = _visible(grad, sequence, tap, last)
             d_inputs[at].addcmul_(arrived, weight[:, 0, tap])
             d_weight[:, 0, tap] = (arrived * inputs[at]).flatten(0, 1).sum(0)
-        return d_inputs, d_weight, grad.flatten(0, 1).sum(0), None
+        d_bias = grad.flatten(0, 1).sum(0) if ctx.values else None
+        return d_inputs, d_weight, d_bias, None
 
 
 def _visible(x: Tensor, sequence: Tensor | None, tap: int, last: int) -> Tensor:
@@ -104,10 +113,57 @@ class MambaMixerSubmodules:
     out_proj: Slot | None = None
 
 
-class MambaMixer(MegatronModule):
-    """Mamba-2 mixer with heads sharded over the tensor-parallel group."""
+class RecurrentMixer(MegatronModule, ABC):
+    """Base class of mixers whose state passes from token to token, with heads sharded over tp."""
 
     has_scan = True  # `make_batch_invariant` refuses it
+    layer_number: int
+    tp_group: ProcessGroup
+    cp_group: ProcessGroup
+
+    @abstractmethod
+    def _scan(
+        self, rows: State, sequence: Tensor | None, past: State | None = None
+    ) -> tuple[Tensor, State]:
+        """Mix tokens from the state ``past`` or zeros: tensors [s, b, ..] -> [s, b, i].
+
+        Also returns the last inputs of the convolution [w - 1, b, c] and the state [b, ..] of the
+        recurrence, with which the next tokens start.
+        """
+
+    def sharded(
+        self, shape: tuple[int, ...], init: Init, blocks: tuple[int, ...] = (1,)
+    ) -> nn.Parameter:
+        """Create a parameter whose first dimension is sharded over tensor-parallel ranks."""
+        local = shape[0] // self.tp_group.size(), *shape[1:]
+        info = param_info_for(shape, init, over=self.tp_group, blocks=blocks)
+        return new_parameter(local, self.config.params_dtype, info)
+
+    def sequences(
+        self, num_local: int, packed: PackedSeqParams | None
+    ) -> tuple[tuple[int, ...], Tensor | None]:
+        """Return the lengths of a row's sequences, and the index of each token's if several."""
+        num_tokens = num_local * self.cp_group.size()
+        lengths = row_lengths(packed.lengths if packed else None, num_tokens)
+        if packed is None or len(lengths) == 1:
+            return lengths, None
+        return lengths, sequence_index(packed.ends, num_tokens)
+
+    def scan(self, rows: State, sequence: Tensor | None, cache: KVCache | None) -> Tensor:
+        """Mix sequences from their beginning, or from the states in ``cache``: [s, b, i]."""
+        if cache is None:
+            return self._scan(rows, sequence)[0]
+
+        def step(rows: State, state: State | None) -> tuple[Tensor, State]:
+            past = None if state is None else (state[0].transpose(0, 1), state[1])
+            y, (before, last) = self._scan(rows, None, past)
+            return y, (before.transpose(0, 1), last)
+
+        return cache.scan(self.layer_number - 1, rows, step)
+
+
+class MambaMixer(RecurrentMixer):
+    """Mamba-2 mixer with heads sharded over the tensor-parallel group."""
 
     @library_call(unused="use_mem_eff_path")
     def __init__(
@@ -154,11 +210,11 @@ class MambaMixer(MegatronModule):
         )
         heads = (shape.num_heads,)
         self.conv1d = CausalConv(self, shape.convolved, d_conv)
-        self.A_log = self._sharded(heads, Init("mamba_decay"))
-        self.D = self._sharded(heads, Init("ones"))
-        self.dt_bias = self._sharded(heads, Init("mamba_step"))
+        self.A_log = self.sharded(heads, Init("mamba_decay"))
+        self.D = self.sharded(heads, Init("ones"))
+        self.dt_bias = self.sharded(heads, Init("mamba_step"))
         self.norm = GatedNorm(
-            self._sharded((shape.inner,), Init("ones")), self.num_groups, config.layernorm_epsilon
+            self.sharded((shape.inner,), Init("ones")), self.num_groups, config.layernorm_epsilon
         )
         self.out_proj: Callable[[Tensor], WithBias] = build_module(
             submodules.out_proj,
@@ -169,14 +225,6 @@ class MambaMixer(MegatronModule):
             bias=False,
             offered=offered,
         )
-
-    def _sharded(
-        self, shape: tuple[int, ...], init: Init, blocks: tuple[int, ...] = (1,)
-    ) -> nn.Parameter:
-        """Create a parameter whose first dimension is sharded over tensor-parallel ranks."""
-        local = shape[0] // self.tp_group.size(), *shape[1:]
-        info = param_info_for(shape, init, over=self.tp_group, blocks=blocks)
-        return new_parameter(local, self.config.params_dtype, info)
 
     def forward(
         self,
@@ -193,14 +241,9 @@ class MambaMixer(MegatronModule):
         cache = deprecate_inference_params(inference_context, inference_params)
         mixed, _ = self.in_proj(hidden_states)
         z, xbc, dt = mixed.split([self.inner, sum(self.convolved), self.num_heads], -1)
-        num_tokens = mixed.shape[0] * self.cp_group.size()
-        packed = packed_seq_params
-        lengths = row_lengths(packed.lengths if packed else None, num_tokens)
-        sequence = None
-        if packed is not None and len(lengths) > 1:
-            sequence = sequence_index(packed.ends, num_tokens)
+        lengths, sequence = self.sequences(len(mixed), packed_seq_params)
         if self.cp_group.size() == 1:
-            y = self._mixed(xbc, dt, sequence, cache)
+            y = self.scan((xbc, dt), sequence, cache)
         else:
             ranks = tuple(range(self.cp_group.size()))
             order, undo = order_of_gathered(lengths, ranks, len(ranks), mixed.device)
@@ -208,34 +251,17 @@ class MambaMixer(MegatronModule):
             parts = *self._by_heads(xbc, -1), dt.unsqueeze(-1)
             *whole, dt = heads_for_tokens(parts, order, self.cp_group)
             xbc = torch.cat([part.flatten(2) for part in whole], -1)
-            y, _ = self._scan(xbc, dt.squeeze(-1), sequence)
+            y, _ = self._scan((xbc, dt.squeeze(-1)), sequence)
             y = tokens_for_heads(y, undo, self.cp_group)
         return self.out_proj(self.norm(y, z))
 
-    def _mixed(
-        self, xbc: Tensor, dt: Tensor, sequence: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
-        """Scan sequences from their beginning, or from the states in ``cache``: [s, b, i]."""
-        if cache is None:
-            return self._scan(xbc, dt, sequence)[0]
-
-        def step(rows: State, state: State | None) -> tuple[Tensor, State]:
-            xbc, dt = rows
-            past = None if state is None else (state[0].transpose(0, 1), state[1])
-            y, (before, last) = self._scan(xbc, dt, None, past)
-            return y, (before.transpose(0, 1), last)
-
-        return cache.scan(self.layer_number - 1, (xbc, dt), step)
-
     def _scan(
-        self, xbc: Tensor, dt: Tensor, sequence: Tensor | None, past: State | None = None
+        self, rows: State, sequence: Tensor | None, past: State | None = None
     ) -> tuple[Tensor, State]:
-        """Convolve and scan sequences for this rank's heads, from the state ``past`` or zeros.
-
-        ``xbc``: x, B and C concatenated [s, b, ..]; dt [s, b, n]; returns [s, b, i], and the last
-        inputs of the convolution [w - 1, b, c] with the state of the scan [b, n, p, d].
-        """
+        """Convolve and scan, for this rank's heads, x, B and C concatenated and dt [s, b, n]."""
+        xbc, dt = rows
         before, state = past or (None, None)
+        assert self.conv1d.bias is not None, "a Mamba mixer's convolution has a bias"
         weight, bias = map(self._own_channels, (self.conv1d.weight, self.conv1d.bias))
         xbc, before = causal_conv(xbc, weight, bias, before=before, sequence=sequence)
         wide = torch.promote_types(dt.dtype, torch.float32)
@@ -288,13 +314,18 @@ class MambaMixer(MegatronModule):
 
 
 class CausalConv(nn.Module):
-    """Parameters of the convolution of x, B and C: weight [c/tp, 1, w] and bias [c/tp]."""
+    """Parameters of a mixer's convolution: weight [c/tp, 1, w] and, unless left out, bias [c/tp].
 
-    def __init__(self, mixer: MambaMixer, channels: tuple[int, ...], width: int) -> None:
+    ``channels``: those of each projection that it convolves.
+    """
+
+    def __init__(
+        self, mixer: RecurrentMixer, channels: tuple[int, ...], width: int, *, bias: bool = True
+    ) -> None:
         super().__init__()
         init = Init("uniform", width**-0.5)
-        self.weight = mixer._sharded((sum(channels), 1, width), init, blocks=channels)
-        self.bias = mixer._sharded((sum(channels),), init, blocks=channels)
+        self.weight = mixer.sharded((sum(channels), 1, width), init, blocks=channels)
+        self.bias = mixer.sharded((sum(channels),), init, blocks=channels) if bias else None
 
 
 class GatedNorm(nn.Module):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.core import device
@@ -209,9 +210,12 @@ class Attention(MegatronModule, ABC):
             },
         )
 
-    def project_back(self, context: Tensor) -> WithBias:
-        """Apply the output projection: [s, b, n d / tp] -> [s, b, h] and the bias still to add."""
-        return self.linear_proj(context)
+    def project_back(self, context: Tensor, gate: Tensor | None = None) -> WithBias:
+        """Apply the output projection: [s, b, n d / tp] -> [s, b, h] and the bias still to add.
+
+        ``gate``: that of `SelfAttention.get_query_key_value_tensors`.
+        """
+        return self.linear_proj(context if gate is None else context * torch.sigmoid(gate))
 
     def attend(
         self,
@@ -221,6 +225,7 @@ class Attention(MegatronModule, ABC):
         attention_mask: AttentionMask | None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        gate: Tensor | None = None,
     ) -> WithBias:
         """Run the core and the output projection; recompute the core in backward if configured."""
         is_kept = not (self.checkpoint_core_attention and self.training)
@@ -234,7 +239,7 @@ class Attention(MegatronModule, ABC):
             attention_bias=attention_bias,
             packed_seq_params=packed_seq_params,
         )
-        return self.project_back(context)
+        return self.project_back(context, gate)
 
     def _checkpointed_attention_forward(
         self,
@@ -293,8 +298,11 @@ class SelfAttentionBase(Attention):
     @abstractmethod
     def rotated(
         self, hidden_states: Tensor, rotary: RotaryTable | None, packed: PackedSeqParams | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query, key and value for the core by `get_query_key_value_tensors`, rotated."""
+    ) -> tuple[Tensor, ...]:
+        """Compute query, key and value for the core by `get_query_key_value_tensors`, rotated.
+
+        With --attention-output-gate the gate follows them.
+        """
 
     def forward(
         self,
@@ -324,7 +332,8 @@ class SelfAttentionBase(Attention):
         cache = deprecate_inference_params(inference_context, inference_params)
         if not (rotary_pos_emb is None or isinstance(rotary_pos_emb, RotaryTable)):
             rotary_pos_emb = self._table_of(rotary_pos_emb, hidden_states, packed_seq_params)
-        query, key, value = self.rotated(hidden_states, rotary_pos_emb, packed_seq_params)
+        query, key, value, *rest = self.rotated(hidden_states, rotary_pos_emb, packed_seq_params)
+        gate = rest[0] if rest else None
         if cache is not None:
             context = cache.attend(
                 self.layer_number - 1,
@@ -335,8 +344,9 @@ class SelfAttentionBase(Attention):
                 mask=attention_mask,
                 bias=attention_bias,
             )
-            return self.project_back(context)
-        return self.attend(query, key, value, attention_mask, attention_bias, packed_seq_params)
+            return self.project_back(context, gate)
+        more = attention_bias, packed_seq_params
+        return self.attend(query, key, value, attention_mask, *more, gate)
 
     def _table_of(
         self, angles: Any, hidden_states: Tensor, packed: PackedSeqParams | None
@@ -454,11 +464,13 @@ class SelfAttention(SelfAttentionBase):
         self.linear_qkv = self.projection(
             submodules.linear_qkv,
             self.input_parts * config.hidden_size,
-            self.query_projection_size + 2 * self.kv_projection_size,
+            self.query_projection_size * (1 + config.attention_output_gate)
+            + 2 * self.kv_projection_size,
             bias=config.add_bias_linear or config.add_qkv_bias,
         )
         heads_per_group = config.num_attention_heads // config.num_query_groups
-        _note_rows(self.linear_qkv, heads_per_group * width, width, width)
+        queries = heads_per_group * width * (1 + config.attention_output_gate)
+        _note_rows(self.linear_qkv, queries, width, width)
         self.q_layernorm = self._build_norm(submodules.q_layernorm, self.query_projection_size)
         self.k_layernorm = self._build_norm(submodules.k_layernorm, self.kv_projection_size)
 
@@ -483,18 +495,18 @@ class SelfAttention(SelfAttentionBase):
 
     def rotated(
         self, hidden_states: Tensor, rotary: RotaryTable | None, packed: PackedSeqParams | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Compute query, key and value, rotated by ``rotary`` if this layer has positions."""
         if rotary is not None and self.is_windowed and rotary.windowed:
             rotary = rotary.windowed
         rotary = rotary if self.has_rope else None
         if not is_replaced(self, "get_query_key_value_tensors"):
             return self.get_query_key_value_tensors(hidden_states, rotary=rotary)
-        query, key, value = self.get_query_key_value_tensors(hidden_states, None)
+        query, key, value, *rest = self.get_query_key_value_tensors(hidden_states, None)
         if rotary is not None:
             fused = self.config.apply_rope_fusion
             query, key = (apply_rotary(x, rotary, fused=fused) for x in (query, key))
-        return query, key, value
+        return query, key, value, *rest
 
     def get_query_key_value_tensors(
         self,
@@ -502,8 +514,11 @@ class SelfAttention(SelfAttentionBase):
         key_value_states: Tensor | None = None,
         *,
         rotary: RotaryTable | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Project: [s, b, h] -> query [s, b, n/tp, d], key and value [s, b, g/tp, d].
+
+        With --attention-output-gate also the gate [s, b, n d / tp], of which a group has as many
+        rows as of queries, and behind these.
 
         Query and key have their norms applied, if configured, and are rotated by ``rotary``, if it
         is given.  A project may override this method without ``rotary``.
@@ -511,6 +526,13 @@ class SelfAttention(SelfAttentionBase):
         mixed, bias = self.linear_qkv(hidden_states)
         assert bias is None, "the projection adds its bias itself"
         mixed = mixed.view(*mixed.shape[:2], self.num_query_groups_per_partition, -1)
+        gates = []
+        if self.config.attention_output_gate:
+            width = self.hidden_size_per_attention_head
+            query_rows = mixed.shape[-1] // 2 - width
+            query, gate, rest = mixed.split([query_rows, query_rows, 2 * width], -1)
+            mixed = torch.cat([query, rest], -1)
+            gates = [gate.flatten(2)]
         query, key, value = split_and_rotate(
             mixed,
             self.hidden_size_per_attention_head,
@@ -520,7 +542,7 @@ class SelfAttention(SelfAttentionBase):
         )
         if self.config.qk_l2_norm and self.has_rope and self.q_layernorm is None:
             query, key = l2_norm(query), l2_norm(key)
-        return query, key, value
+        return query, key, value, *gates
 
 
 def _note_rows(layer: object, *rows: int) -> None:

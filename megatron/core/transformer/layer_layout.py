@@ -258,6 +258,20 @@ def _string_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]
         )
 
 
+def has_linear_attention(config: TransformerConfig, layer_index: int) -> bool:
+    """Return whether layer ``layer_index``, from 0 over the complete model, has linear attention.
+
+    Multi-token prediction layers, which follow the decoder, are like its last layer.
+    """
+    if config.experimental_attention_variant is None:
+        return False
+    layer_index = min(layer_index, config.num_layers - 1)
+    freq = config.linear_attention_freq
+    if freq is None or isinstance(freq, int):
+        return freq is None or (layer_index + 1) % freq != 0
+    return bool(freq[layer_index])
+
+
 def has_experts(config: TransformerConfig, layer_index: int) -> bool:
     """Return whether layer ``layer_index``, from 0 over the complete model, is an MoE layer.
 

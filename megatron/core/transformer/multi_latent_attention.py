@@ -96,9 +96,10 @@ class MultiLatentAttention(SelfAttentionBase):
         qkv = self.get_query_key_value_tensors(hidden_states, None, None, packed, **more)
         return tuple(x if x.dim() == 4 else x.unsqueeze(1) for x in qkv)
 
-    def project_back(self, context: Tensor) -> WithBias:
+    def project_back(self, context: Tensor, gate: Tensor | None = None) -> WithBias:
         """Drop the padding of values, if any, and project: [s, b, n/tp (d + r)] -> [s, b, h]."""
         heads = self.num_attention_heads_per_partition
+        assert gate is None, "--attention-output-gate excludes latent attention"
         context = context.unflatten(-1, (heads, -1))[..., : self.value_width]
         return self.linear_proj(context.flatten(-2))
 

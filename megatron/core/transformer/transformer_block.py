@@ -166,7 +166,9 @@ class TransformerBlock(MegatronModule):
     @property
     def layers_are_alike(self) -> bool:
         """Whether the config mixes no kinds of layers."""
-        return self.config.moe_layer_freq == 1 and layer_shapes(self.config) is None
+        config = self.config
+        is_mixed = config.experimental_attention_variant is not None
+        return config.moe_layer_freq == 1 and layer_shapes(config) is None and not is_mixed
 
     def _build_layers(self) -> None:
         """Build the layers of ``submodules``, and the final norm.  A project may override it."""

@@ -116,6 +116,7 @@ class ResidualLayer(MegatronModule, BaseTransformerLayer):
         kind = {
             "is_latent": self.config.multi_latent_attention,
             "has_experts": isinstance(getattr(self, "mlp", None), MoELayer),
+            "is_linear": hasattr(getattr(self, "self_attention", None), "in_proj"),
         }
         for entry in entries.values():
             entry.key = with_fused_norms(entry.key, **kind)

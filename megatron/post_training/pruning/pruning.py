@@ -152,6 +152,10 @@ def check_targets(config: RunConfig, targets: Targets) -> None:
     num_experts = targets["num_moe_experts"] or 0
     problems = {
         "pruning is not implemented for --multi-latent-attention": model.multi_latent_attention,
+        "pruning is not implemented for --experimental-attention-variant and "
+        "--attention-output-gate": (
+            model.experimental_attention_variant or model.attention_output_gate
+        ),
         "--qk-layernorm-full-width: norms over all heads, which cannot be pruned": (
             model.qk_layernorm_full_width and sized
         ),

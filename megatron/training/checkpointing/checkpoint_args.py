@@ -35,7 +35,7 @@ from megatron.training.config.language_model import MODEL_KINDS
 from megatron.training.models.registry import model_kind
 from megatron.training.process.rank_print import print_rank_0
 
-# Flags (dests) that describe experts, latent attention and YaRN.
+# Flags (dests) that describe experts, latent attention, linear attention and YaRN.
 EXPERTS = tuple(
     """
     num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function
@@ -47,6 +47,12 @@ EXPERTS = tuple(
 LATENT = tuple(
     """
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    """.split()
+)
+LINEAR = tuple(
+    """
+    linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+    linear_num_value_heads
     """.split()
 )
 YARN = tuple(
@@ -80,6 +86,7 @@ TILES = tuple(
 # text has attention, positions, MLP, norms, the model as a whole, and tokens.
 FORCED = (
     *"""
+    attention_output_gate experimental_attention_variant linear_attention_freq
     num_query_groups group_query_attention add_qkv_bias qk_layernorm qk_layernorm_full_width
     qk_l2_norm apply_query_key_layer_scaling attn_logit_softcapping softmax_scale softmax_type
     position_embedding_type add_position_embedding use_rotary_position_embeddings rotary_base
@@ -97,6 +104,7 @@ FORCED = (
     """.split(),
     *EXPERTS,
     *LATENT,
+    *LINEAR,
     *YARN,
     *IMAGES,
     *ADAPTERS,
@@ -148,6 +156,8 @@ SHOWN_BY_TENSORS = frozenset(
     moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size
     moe_shared_expert_gate moe_router_enable_expert_bias q_lora_rank kv_lora_rank
     hybrid_override_pattern export_quant_cfg kitchen_config_file
+    attention_output_gate experimental_attention_variant linear_attention_freq
+    linear_conv_kernel_dim linear_num_key_heads linear_num_value_heads
     """.split()
 ) | {*HEADS}
 # Flags that --finetune may change: the model is trained for longer contexts.
@@ -407,6 +417,7 @@ def _is_read(name: str, values: Arguments) -> bool:
         ("rope_scaling_factor", bool(values["use_rope_scaling"])),
         ("relative_attention_", values["position_embedding_type"] == "relative"),
         (LATENT[1:], is_latent),
+        ("linear_", values["experimental_attention_variant"] is not None),
         (EXPERTS[1:], is_moe),
         ("moe_", is_moe),
         (("mamba_", "hybrid_"), kind.is_hybrid),

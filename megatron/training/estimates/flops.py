@@ -1,11 +1,11 @@
 """Model FLOPs: operations in the mathematics of a training step, not those the device executes.
 
 Counted are GEMMs (two operations per multiply-add), once forward and twice backward; for a Mamba
-layer also its convolution, and its scan as a recurrence.  Recomputation, norms, softmax and the
-optimizer are not counted.  A frozen weight has no gradient, and a part of the model has no backward
-pass if nothing up to it is trained (--freeze-LM, --freeze-ViT, --lora-rank).  Adapters are not
-counted.  Of images a sample has as many
-tiles as --seq-length has places for.
+layer and for linear attention also the convolution, and the scan as a recurrence.  Recomputation,
+norms, softmax and the optimizer are not counted.  A frozen weight has no gradient, and a part of
+the model has no backward pass if nothing up to it is trained (--freeze-LM, --freeze-ViT,
+--lora-rank).  Adapters are not counted.  Of images a sample has as many tiles as --seq-length has
+places for.
 
 Two counts exist:
 - `num_floating_point_operations` is Megatron-LM's, for "throughput per GPU": a causal query
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.core.ssm.mamba_hybrid_layer_allocation import mixer_shape
+from megatron.core.ssm.mamba_hybrid_layer_allocation import delta_net_shape, mixer_shape
 from megatron.core.transformer.attention_masks import window_of_layer
 from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,7 +31,7 @@ from megatron.training.models.encoders import (
     num_patches,
     pixels_of_patch,
 )
-from megatron.training.models.kind import Layer
+from megatron.training.models.kind import DELTA_NET, Layer
 from megatron.training.models.registry import layers_of, model_kind_of
 
 FORWARD_AND_BACKWARD = 3
@@ -245,6 +245,8 @@ def _multiply_adds(
         shape = mixer_shape(model)
         matrices = hidden * (sum(shape.projected) + shape.inner)
         mixing += tokens * (shape.flops_per_token / MULTIPLY_ADD - matrices)
+    if layer.attention == DELTA_NET:
+        mixing += tokens * delta_net_shape(model).mixing_per_token
     return linear, mixing
 
 

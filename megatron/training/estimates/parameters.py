@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from megatron.core.peft.lora import WHOLE, LoraConfig, targeted_parts
-from megatron.core.ssm.mamba_hybrid_layer_allocation import mixer_shape
+from megatron.core.ssm.mamba_hybrid_layer_allocation import delta_net_shape, mixer_shape
 from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
@@ -15,7 +15,7 @@ from megatron.training.models.encoders import (
     num_patches,
     pixels_of_patch,
 )
-from megatron.training.models.kind import Layer
+from megatron.training.models.kind import DELTA_NET, Layer
 from megatron.training.models.registry import layers_of, model_kind_of
 
 Matrices = Iterable[tuple[str, Mapping[str, int], int]]  # layer, rows of each part, columns
@@ -118,7 +118,8 @@ def _layer_parameters(m: TransformerConfig, layer: Layer) -> int:
     per_channel = _parameters_per_channel(m)
     norms = per_channel * hidden * (2 if m.layer_norm_placement == "sandwich" else 1)
     parts = layer.attention, layer.mlp
-    total = norms * (parts.count(FULL) + parts.count(LINEAR) + layer.has_mixer)
+    num_parts = parts.count(FULL) + parts.count(LINEAR) + parts.count(DELTA_NET)
+    total = norms * (num_parts + layer.has_mixer)
     total += hidden**2 // tp * parts.count(LINEAR)
     total += _weights(m, linear_layers(m, layer))
     if layer.attention == FULL:
@@ -136,6 +137,9 @@ def _layer_parameters(m: TransformerConfig, layer: Layer) -> int:
         total += _layer_parameters(m, Layer(attention=FULL))
     if layer.has_mixer:
         total += mixer_shape(m).num_parameters // tp
+    if layer.attention == DELTA_NET:
+        delta = delta_net_shape(m)
+        total += delta.num_sharded // tp + delta.value_width
     return total
 
 
@@ -155,7 +159,11 @@ def _weights(m: TransformerConfig, layers: Matrices) -> int:
             bias = size // ranks * m.add_bias_linear
         elif name.endswith("linear_qkv"):
             bias = size // ranks * (m.add_bias_linear or m.add_qkv_bias)
-        total += count * (size * columns // ranks + bias) * (not name.startswith("mixer"))
+        total += (
+            count
+            * (size * columns // ranks + bias)
+            * (".in_proj" not in name and ".out_proj" not in name)
+        )
     return total
 
 
@@ -203,6 +211,10 @@ def linear_layers(m: TransformerConfig, layer: Layer) -> Matrices:
         shape = mixer_shape(m)
         yield "mixer.in_proj", {WHOLE: sum(shape.projected)}, hidden
         yield "mixer.out_proj", {WHOLE: hidden}, shape.inner
+    if layer.attention == DELTA_NET:
+        delta = delta_net_shape(m)
+        yield "self_attention.in_proj", {WHOLE: sum(delta.projected)}, hidden
+        yield "self_attention.out_proj", {WHOLE: hidden}, delta.inner
     if layer.attention == FULL and m.multi_latent_attention:
         query = heads * (m.qk_head_dim + m.qk_pos_emb_head_dim)
         if m.q_lora_rank is None:
@@ -218,7 +230,8 @@ def linear_layers(m: TransformerConfig, layer: Layer) -> Matrices:
     elif layer.attention == FULL:
         q = m.kv_channels * heads
         k = m.kv_channels * m.num_query_groups
-        yield "self_attention.linear_qkv", {"q": q, "k": k, "v": k}, hidden
+        rows = {"q": q * (1 + m.attention_output_gate), "k": k, "v": k}
+        yield "self_attention.linear_qkv", rows, hidden
         yield "self_attention.linear_proj", {WHOLE: hidden}, q
     if layer.has_experts:
         yield from _mlp("mlp.experts", m, m.moe_ffn_hidden_size or 0)

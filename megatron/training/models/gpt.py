@@ -61,7 +61,8 @@ def gpt_layer_spec(config: RunConfig) -> Any:
     parts = LOCAL if is_local else transformer_engine_parts(config.model)
     if layer_shapes(config.model) is not None:
         return heterogeneous_block_of(parts, config.model)
-    if config.model.num_moe_experts is not None:
+    m = config.model
+    if m.num_moe_experts is not None or m.experimental_attention_variant is not None:
         return decoder_block_of(parts, config.model)
     return layer_of(parts, config=config.model)
 

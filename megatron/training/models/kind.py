@@ -26,16 +26,22 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     LayerShape,
     layer_shapes,
 )
-from megatron.core.transformer.layer_layout import has_experts, stacked_ranges
+from megatron.core.transformer.layer_layout import (
+    has_experts,
+    has_linear_attention,
+    stacked_ranges,
+)
 from megatron.training.config.run import DPO, GRPO, REWARD, SFT, RunConfig
+
+DELTA_NET = "delta_net"  # linear attention
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """Parts of one layer.
 
-    ``attention`` and ``mlp`` have the values of `LayerShape`.  A layer of a hybrid model has
-    exactly one part: a Mamba mixer, attention or an MLP.
+    ``attention`` and ``mlp`` have the values of `LayerShape`, ``attention`` also DELTA_NET.  A
+    layer of a hybrid model has exactly one part: a Mamba mixer, attention or an MLP.
     """
 
     attention: str = NO_OP
@@ -55,7 +61,7 @@ def stack_of_layers(config: RunConfig) -> list[Layer]:
     shapes += shapes[-1:] * (model.mtp_num_layers or 0)
     return [
         Layer(
-            attention=shape.attention,
+            attention=DELTA_NET if has_linear_attention(model, i) else shape.attention,
             mlp=shape.mlp,
             ffn_hidden_size=shape.ffn_hidden_size or 0,
             has_experts=has_experts(model, i),
@@ -226,6 +232,7 @@ class ModelKind:
     reads_images: bool = False  # with an encoder on the first stage; --img-h and others describe it
     classifies_images: bool = False  # by --num-classes; images are its sequences, without text
     has_placeholders: bool = False  # a row has a token for each embedding of an image or sound
+    has_linear_attention: bool = False  # layers may have, by --experimental-attention-variant
     writes_text: bool = True  # autoregressively, for tools/text_generation_cli.py
     supports_context_parallel: bool = True
     transformers_class: str = "CausalLM"  # AutoModelFor... of Hugging Face transformers
@@ -275,6 +282,7 @@ GPT = ModelKind(
     title="GPT",
     entry_script="pretrain_gpt.py",
     implementation="megatron.training.models.gpt:GPT",
+    has_linear_attention=True,
     objectives=frozenset({GRPO, SFT, DPO, REWARD}),
 )
 BERT = ModelKind(

@@ -37,6 +37,9 @@ SHAPES = {"block_configs": [FULL, LINEAR, ABSENT, FULL]}
         "--qk-l2-norm --position-embedding-type none",
         "--qk-l2-norm --qk-layernorm --position-embedding-type rope",
         "--multi-latent-attention",
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+        "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 6 "
+        "--linear-value-head-dim 4 --attention-output-gate --add-qkv-bias --num-experts 4",
         "--softmax-type learnable --num-experts 4 --quick-geglu "
         "--moe-shared-expert-intermediate-size 8",
         "--mtp-num-layers 2 --position-embedding-type rope --num-experts 4 --disable-bias-linear "
@@ -129,6 +132,7 @@ def test_tensor_parallel_ranks_share_the_matrices() -> None:
         "--multi-latent-attention --q-lora-rank 8 --position-embedding-type rope --lora-use-dora",
         "--mtp-num-layers 1 --position-embedding-type rope",
         "--model-kind mamba --hybrid-override-pattern M*-M --mamba-num-groups 1",
+        "--experimental-attention-variant gdn --linear-attention-freq 2 --attention-output-gate",
     ],
 )
 def test_the_number_of_adapter_parameters_is_exact(words: str) -> None:

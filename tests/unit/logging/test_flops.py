@@ -220,6 +220,27 @@ def test_torchs_counter_and_a_hand_count_agree_on_a_hybrid(counted) -> None:
     )
 
 
+def test_torchs_counter_and_a_hand_count_agree_on_linear_attention(counted) -> None:
+    config = run_config(
+        "--transformer-impl local --attention-backend unfused --num-layers 4 --seq-length 48 "
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq [1,1,0,1] "
+        "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 6 "
+        "--linear-value-head-dim 8 --attention-output-gate --position-embedding-type none"
+    )
+    vocab, batch, seq, hidden, keys, values = 256, 2, 48, 32, 12, 32
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    places = torch.arange(seq).expand(batch, seq)
+    linear, _ = counted(config, vocab, tokens=tokens, labels=tokens, position_ids=places)
+    flops = causal_model_flops(config, batch, vocab)
+    delta_net = hidden * (2 * keys + 2 * values + 2 * 4) + hidden * values
+    attention, mlp = 5 * hidden * hidden, 8 * hidden * hidden
+    by_hand = 6 * batch * seq * (3 * delta_net + attention + 4 * mlp + hidden * vocab)
+    assert flops.linear == by_hand == pytest.approx(linear, rel=0.01)
+    convolution, rule = 4 * (2 * keys + values), 4 * values * 6
+    scores = 2 * hidden * mean_keys_per_query(seq)
+    assert flops.attention == 6 * batch * seq * (3 * (convolution + rule) + scores)
+
+
 def test_a_gpu_is_known_by_a_part_of_its_name() -> None:
     assert known_peak("NVIDIA A100-SXM4-80GB") == 312e12
     assert known_peak("NVIDIA H200") == known_peak("NVIDIA H100 80GB HBM3") == 989.4e12

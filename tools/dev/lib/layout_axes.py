@@ -28,6 +28,10 @@ VLM = (
     "--model-kind vlm --img-h 8 --patch-dim 4 --vision-num-layers 1 --vision-hidden-size 64 "
     "--vision-num-attention-heads 8"
 )
+DELTA_NET = (
+    "--experimental-attention-variant gated_delta_net --linear-key-head-dim 4 "
+    "--linear-value-head-dim 6 --linear-num-key-heads 4 --linear-num-value-heads 8"
+)
 MAMBA = "--model-kind mamba --mamba-state-dim 4 --mamba-head-dim 4 --mamba-num-groups 4"
 
 
@@ -233,6 +237,8 @@ _FEATURES = (
     _model("attention", "mla",
            "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 12 "
            "--qk-pos-emb-head-dim 4 --v-head-dim 8", "rope"),
+    _model("layers", "linear-attention", f"{DELTA_NET} --linear-attention-freq 2 "
+           "--attention-output-gate"),
     _model("layers", "mamba", "{mamba}"),
     _model("layers", "hybrid", "{mamba} --is-hybrid-model --hybrid-override-pattern {pattern}"),
     _model("layers", "hybrid-experts",

@@ -52,6 +52,7 @@ _RENAMES = (
     # Norms that Transformer Engine fuses into the linear layer after them.
     (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
     (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+    (r"\.self_attention\.in_proj\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
     (r"\.mixer\.in_proj\.layer_norm_(weight|bias)$", r".norm.\1"),
     (r"\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$", r".\1_layernorm.\2"),
     # Experts.
@@ -69,8 +70,9 @@ _SHARDED_DIMS = (
     r"|\.(linear_qkv|linear_q|linear_kv|linear_fc1)\.lora\.(\w+_)?[bm]$"
     r"|\.linear_(q|q_up|kv_up)_proj\.(weight|bias|lora\.[bm])$"
     r"|\.core_attention\.softmax_offset$"
-    r"|\.mixer\.(A_log|D|dt_bias|norm\.weight)$",
-    r"\.(linear_proj|linear_fc2|mixer\.out_proj)\.(weight|lora\.a)$",
+    r"|\.mixer\.(A_log|D|dt_bias|norm\.weight)$"
+    r"|\.self_attention\.(A_log|dt_bias)$",
+    r"\.(linear_proj|linear_fc2|out_proj)\.(weight|lora\.a)$",
 )
 _GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
 _GATED_FLAGS = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
@@ -114,6 +116,7 @@ def fused_name(name: str, arguments: Arguments) -> str:
         name,
         is_latent=bool(arguments.get("multi_latent_attention")),
         has_experts=stored_layer_has_experts(number, arguments),
+        is_linear=_is_linear(number, arguments),
     )
 
 
@@ -127,6 +130,14 @@ def stored_layer_has_experts(layer: int, arguments: Arguments) -> bool:
     return layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
 
 
+def _is_linear(layer: int, arguments: Arguments) -> bool:
+    """Return whether layer ``layer`` (from 0) of a stored model has linear attention."""
+    if not arguments.get("experimental_attention_variant"):
+        return False
+    freq = arguments.get("linear_attention_freq")
+    return freq is None or bool((layer + 1) % freq if isinstance(freq, int) else freq[layer])
+
+
 def is_hybrid(arguments: Arguments) -> bool:
     """Return whether the model is a Mamba or hybrid model, whose layers may differ in kind."""
     return arguments.get("model_kind") == "mamba"
@@ -136,6 +147,7 @@ def layers_are_alike(arguments: Arguments) -> bool:
     """Return whether Megatron-LM stacks the layers of such a model in `torch_dist`."""
     freq = arguments.get("moe_layer_freq") or 1
     is_mixed = is_hybrid(arguments) or (bool(arguments.get("num_experts")) and freq != 1)
+    is_mixed |= bool(arguments.get("experimental_attention_variant"))
     return not is_mixed and not arguments.get("heterogeneous_layers_config_path")
 
 
@@ -157,6 +169,15 @@ def blocks_of(name: str, arguments: Arguments) -> dict[str, int]:
     tail = next((tail for tail in MIXER_BLOCKS if name.endswith(tail)), None)
     if tail is None:
         return {}
+    if tail.startswith(".self_attention"):
+        key, value = (
+            [int(arguments[f"linear_{name}"]) for name in (f"num_{kind}_heads", f"{kind}_head_dim")]
+            for kind in ("key", "value")
+        )
+        rows = dict.fromkeys(("query", "key"), key[0] * key[1])
+        rows |= dict.fromkeys(("value", "z"), value[0] * value[1])
+        rows |= dict.fromkeys(("beta", "alpha"), value[0])
+        return {block: rows[block] for block in MIXER_BLOCKS[tail]}
     width, of_states = int(arguments["mamba_head_dim"]), int(arguments["mamba_num_groups"])
     of_states *= int(arguments["mamba_state_dim"])
     heads = int(arguments.get("mamba_num_heads") or 2 * int(arguments["hidden_size"]) // width)
@@ -357,6 +378,10 @@ def _in_layer(
     yield from ("mixer.dt_bias", "mixer.A_log", "mixer.D")
     mixer = ["mixer.in_proj", "mixer.conv1d", "mixer.norm", "mixer.out_proj"]
     yield from ["norm", *mixer] if is_fused else [*mixer, "norm"]
+    yield from ("self_attention.dt_bias", "self_attention.A_log")
+    linear = [f"self_attention.{part}" for part in ("in_proj", "conv1d", "out_norm", "out_proj")]
+    if _is_linear(number, arguments):
+        yield from ["input_layernorm", *linear] if is_fused else [*linear, "input_layernorm"]
     yield "self_attention.core_attention.softmax_offset"
     first = ["input_layernorm", "self_attention.linear_proj"]
     # A norm that is fused into the following matrix comes with it.

@@ -22,10 +22,16 @@ from megatron.core.extensions.transformer_engine import (
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, TESpecProvider
 from megatron.core.parallel.default_groups import default_groups, library_call
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.layer_layout import has_experts, is_last_stage, layers_of_stage
+from megatron.core.transformer.layer_layout import (
+    has_experts,
+    has_linear_attention,
+    is_last_stage,
+    layers_of_stage,
+)
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -336,9 +342,20 @@ def decoder_block_of(
 
     ``more``: further arguments of `layer_of`.
     """
-    kinds = None, config.num_moe_experts
-    dense, sparse = (layer_of(backend, n, config=config, **more) for n in kinds)
-    layers = [sparse if has_experts(config, i) else dense for i in range(config.num_layers)]
+
+    @cache
+    def layer(is_sparse: bool, is_linear: bool) -> ModuleSpec:
+        num_experts = config.num_moe_experts if is_sparse else None
+        spec = layer_of(backend, num_experts, config=config, **more)
+        if not is_linear:
+            return spec
+        column = column_with_norm(backend, config) or backend.column_parallel_linear()
+        slots = GatedDeltaNetSubmodules(column, backend.row_parallel_linear())
+        linear = ModuleSpec(GatedDeltaNet, submodules=slots)
+        return replace(spec, submodules=replace(spec.submodules, self_attention=linear))
+
+    numbers = range(config.num_layers)
+    layers = [layer(has_experts(config, i), has_linear_attention(config, i)) for i in numbers]
     return TransformerBlockSubmodules(layers, Norm)
 
 

@@ -9,6 +9,7 @@ from megatron.core.config.option import option
 from megatron.core.config.parse import int_pair, layer_frequency, member_of
 from megatron.core.enums import AttnBackend
 
+LINEAR_VARIANTS = ("gated_delta_net", "gdn")
 _network = partial(option, group="network size")
 _training = partial(option, group="training")
 
@@ -121,6 +122,41 @@ class AttentionConfig:
     )
     yarn_correction_range_round_to_int: bool = _network(
         True, "YaRN: do not round the channel range of the interpolation ramp to integers."
+    )
+    attention_output_gate: bool = _network(
+        False,
+        "Multiply the output of softmax attention by the sigmoid of a gate per channel, which the "
+        "QKV projection computes too; excludes --multi-latent-attention.",
+    )
+    experimental_attention_variant: str | None = _network(
+        None,
+        "Attention of the layers that --linear-attention-freq selects: gated_delta_net, or gdn for "
+        "short, is linear attention by the gated delta rule.",
+        choices=LINEAR_VARIANTS,
+    )
+    linear_attention_freq: int | tuple[int, ...] | None = _network(
+        None,
+        "Layers with linear attention (--experimental-attention-variant): N keeps softmax "
+        "attention in every Nth layer; in a list such as ([1]*3+[0])*2, 1 is linear. All layers "
+        "if not given.",
+        parse=layer_frequency,
+    )
+    linear_conv_kernel_dim: int = _network(
+        4, "Width in tokens of the short convolution of linear attention.", at_least=1
+    )
+    linear_key_head_dim: int = _network(
+        128, "Dimension of each query and key head of linear attention.", at_least=1
+    )
+    linear_value_head_dim: int = _network(
+        128, "Dimension of each value head of linear attention.", at_least=1
+    )
+    linear_num_key_heads: int = _network(
+        16, "Number of query and key heads of linear attention.", at_least=1
+    )
+    linear_num_value_heads: int = _network(
+        32,
+        "Number of value heads of linear attention, a multiple of --linear-num-key-heads.",
+        at_least=1,
     )
     attention_dropout: float = option(
         0.1, "Dropout probability of attention weights.", group="regularization"

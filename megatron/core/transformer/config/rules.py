@@ -9,7 +9,11 @@ import torch.nn.functional as F
 from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan import wrong_chunks
-from megatron.core.transformer.layer_layout import has_explicit_layout, layout_problems
+from megatron.core.transformer.layer_layout import (
+    has_explicit_layout,
+    has_linear_attention,
+    layout_problems,
+)
 
 # ---- architecture --------------------------------------------------------------------------------
 
@@ -100,6 +104,62 @@ _ARCHITECTURE = rules(
         ),
     ),
 )
+
+# ---- linear attention ----------------------------------------------------------------------------
+
+_LINEAR_ATTENTION = rules(
+    {
+        "--attention-output-gate and --multi-latent-attention exclude each other: the gate is a "
+        "part of the QKV projection; drop one of them": None,
+    },
+    where(
+        "--experimental-attention-variant",
+        {
+            "{--linear-num-value-heads} is not a multiple of {--linear-num-key-heads}: each key "
+            "head serves the same number of value heads": lambda c: (
+                c.linear_num_value_heads % c.linear_num_key_heads
+            ),
+            "{--linear-num-key-heads} cannot be split over {found} ranks "
+            "(--tensor-model-parallel-size times --context-parallel-size): use sizes that divide "
+            "it": lambda c: (
+                (ranks := c.tensor_model_parallel_size * c.context_parallel_size) >= 1
+                and c.linear_num_key_heads % ranks
+                and ranks
+            ),
+            "--linear-attention-freq {found[0]} has {found[1]} entries for {--num-layers}: give "
+            "a 0 or 1 for each layer": lambda c: (
+                isinstance(freq := c.linear_attention_freq, tuple | list)
+                and (len(freq) != c.num_layers or {*freq} - {0, 1})
+                and (list(freq), len(freq))
+            ),
+            "{found}: at least 1 is needed": given(
+                "--linear-attention-freq", lambda n: isinstance(n, int) and n < 1
+            ),
+            "--experimental-attention-variant and {found} exclude each other: keep the first for "
+            "layers of linear attention": (
+                "--multi-latent-attention --heterogeneous-layers-config-path"
+            ),
+            "{--mtp-num-layers}: layers of multi-token prediction are like the last one, which "
+            "has linear attention; give a --linear-attention-freq that ends with softmax "
+            "attention": lambda c: (
+                c.mtp_num_layers
+                and c.num_layers
+                and has_linear_attention(c.model, c.num_layers - 1)
+            ),
+            "{--fp8-format}: the input projection of linear attention has {found} rows on each "
+            "tensor-parallel rank, not a multiple of 16; change --linear-num-value-heads": (
+                lambda c: c.fp8 is not None and (rows := _rows_of_linear_attention(c)) % 16 and rows
+            ),
+        },
+    ),
+)
+
+
+def _rows_of_linear_attention(c: Any) -> int:
+    keys = c.linear_num_key_heads * c.linear_key_head_dim
+    values = c.linear_num_value_heads * (c.linear_value_head_dim + 1)
+    return int(2 * (keys + values) // max(1, c.tensor_model_parallel_size))
+
 
 # ---- parallelism ---------------------------------------------------------------------------------
 
@@ -454,6 +514,7 @@ _PRECISION = rules(
 RULES = rules(
     [*ModelParallelConfig.RULES],
     _ARCHITECTURE,
+    _LINEAR_ATTENTION,
     _PARALLEL,
     _SIZES_OF_EXPERTS,
     _ROUTER,

@@ -315,6 +315,18 @@ _HYBRID = rules(
     ),
 )
 
+_LINEAR_ATTENTION = where(
+    "--experimental-attention-variant",
+    {
+        "{found} and --experimental-attention-variant exclude each other: linear attention carries "
+        "its state across the end of a document; drop the flag, or pack conversations with --sft": (
+            "--reset-attention-mask"
+        ),
+        "--experimental-attention-variant with {kind.title}: only GPT has layers of linear "
+        "attention; use pretrain_gpt.py": lambda c: not c.kind.has_linear_attention,
+    },
+)
+
 _BERT = where(
     lambda c: c.kind.has_masked_lm_head,
     {
@@ -416,6 +428,7 @@ RULES = rules(
     _POSITIONS,
     _KIND,
     _HYBRID,
+    _LINEAR_ATTENTION,
     _BERT,
     _T5_STAGES,
     _T5,

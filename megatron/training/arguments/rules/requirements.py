@@ -53,6 +53,8 @@ _FLAGS_NEEDED = parse_table(
 --position-embedding-type mrope | mrope_section
 --position-embedding-type learned_absolute | reset_position_ids
 --position-embedding-type relative | relative_attention_num_buckets relative_attention_max_distance
+--experimental-attention-variant | linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
+    linear_value_head_dim linear_num_key_heads linear_num_value_heads
 --mtp-num-layers | mtp_loss_scaling_factor
 --export-num-eagle-layers | export_eagle_algorithm
 --export-eagle-algorithm eagle3 | export_draft_vocab_size export_eagle_ffn_hidden_size

@@ -1,0 +1,202 @@
+"""Gated DeltaNet: linear attention that takes the place of softmax attention in a layer.
+
+Projection, short convolution of queries, keys and values, gated delta rule, gated norm, projection.
+``s`` tokens, ``b`` sequences, ``h`` hidden size, ``g`` key heads, ``n`` value heads, a multiple of
+g; ``x/tp`` this rank's share.  The input projection computes queries, keys, values, the output gate
+z, beta and alpha, concatenated in this order; each of them is sharded over tensor-parallel ranks.
+Queries and keys have length 1; a state is multiplied by exp(-exp(A_log) softplus(alpha + dt_bias))
+per token and corrected by sigmoid(beta).
+
+Collectives: those of the two linear layers over tp.  With context parallelism, an all-to-all over
+cp from tokens to heads before the convolution and one back after the rule, also in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.fusions.rms_norm import norm_rows
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel.context_parallel_partition import order_of_gathered
+from megatron.core.parallel.default_groups import library_call
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_init import Init, new_parameter, param_info_for
+from megatron.core.ssm.gated_delta_rule import gated_delta_rule
+from megatron.core.ssm.mamba_hybrid_layer_allocation import delta_net_shape
+from megatron.core.ssm.mamba_mixer import CausalConv, RecurrentMixer, causal_conv
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.context_parallel import heads_for_tokens, tokens_for_heads
+from megatron.core.transformer.kv_cache import KVCache, State
+from megatron.core.transformer.module import WithBias
+from megatron.core.transformer.spec_utils import Slot, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import deprecate_inference_params
+
+_EPSILON = 1e-6  # added to the squared length of queries and keys
+
+
+@dataclass
+class GatedDeltaNetSubmodules:
+    """Submodules of the layer."""
+
+    in_proj: Slot | None = None
+    out_proj: Slot | None = None
+
+
+class GatedDeltaNet(RecurrentMixer):
+    """Gated DeltaNet with heads sharded over the tensor-parallel group."""
+
+    @library_call()
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int = 1,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        """Create the parameters.  ``layer_number`` counts from 1 over the complete model."""
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        self.cp_group = pg_collection.cp
+        shape = delta_net_shape(config)
+        tp = self.tp_group.size()
+        self.widths = [n // tp for n in shape.projected]
+        self.key_width = shape.key_width
+        self.value_width = shape.value_width
+        self.checkpoint_core_attention = "core_attn" in config.modules_to_recompute
+        offered = {"tp_group": self.tp_group}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            sum(shape.projected),
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            blocks=shape.projected,
+            offered=offered,
+        )
+        heads = (shape.value_heads,)
+        self.conv1d = CausalConv(self, shape.convolved, shape.conv_width, bias=False)
+        self.A_log = self.sharded(heads, Init("mamba_decay"))
+        self.dt_bias = self.sharded(heads, Init("ones"))
+        # Each rank normalizes its own heads only, so the weight's gradient is a partial sum.
+        info = param_info_for((shape.value_width,), Init("ones"), sequence_parallel=tp > 1)
+        weight = new_parameter(info.global_shape, config.params_dtype, info)
+        self.out_norm = GatedHeadNorm(weight, config.layernorm_epsilon)
+        self.out_proj: Callable[[Tensor], WithBias] = build_module(
+            submodules.out_proj,
+            shape.inner,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            offered=offered,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: object = None,
+        inference_context: KVCache | None = None,
+        *,
+        inference_params: KVCache | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **of_attention: object,
+    ) -> WithBias:
+        """Mix tokens: [s, b, h] -> [s, b, h], and None, since no bias is left to add.
+
+        Further arguments of softmax attention, which all layers of a model receive, are ignored.
+        Collective over tp and cp.
+        """
+        cache = deprecate_inference_params(inference_context, inference_params)
+        mixed, _ = self.in_proj(hidden_states)
+        q, k, v, gate, *rates = mixed.split(self.widths, -1)
+        lengths, sequence = self.sequences(len(mixed), packed_seq_params)
+        if self.cp_group.size() == 1:
+            rows = mixed[..., : sum(self.widths[:3])], *rates
+            y = self.scan(rows, sequence, cache)
+        else:
+            ranks = tuple(range(self.cp_group.size()))
+            order, undo = order_of_gathered(lengths, ranks, len(ranks), mixed.device)
+            # From local tokens of all heads to all tokens of this rank's heads.
+            widths = self.key_width, self.key_width, self.value_width, 1, 1
+            parts = [
+                x.unflatten(-1, (-1, width))
+                for x, width in zip((q, k, v, *rates), widths, strict=True)
+            ]
+            *qkv, beta, alpha = heads_for_tokens(parts, order, self.cp_group)
+            joined = torch.cat([part.flatten(2) for part in qkv], -1)
+            y = self.scan((joined, beta.squeeze(-1), alpha.squeeze(-1)), sequence, None)
+            y = tokens_for_heads(y, undo, self.cp_group)
+        return self.out_proj(self.out_norm(y, gate))
+
+    def scan(self, rows: State, sequence: Tensor | None, cache: KVCache | None) -> Tensor:
+        """Mix sequences; recompute the convolution and the rule in backward if configured."""
+        if not (self.checkpoint_core_attention and self.training and cache is None):
+            return super().scan(rows, sequence, cache)
+
+        def core(*rows: Tensor) -> Tensor:
+            return self._scan(rows, sequence)[0]
+
+        y: Tensor = checkpoint(core, False, *rows)
+        return y
+
+    def _scan(
+        self, rows: State, sequence: Tensor | None, past: State | None = None
+    ) -> tuple[Tensor, State]:
+        """Convolve and mix queries, keys and values concatenated, beta and alpha [s, b, n]."""
+        qkv, beta, alpha = rows
+        before, state = past or (None, None)
+        qkv, before = causal_conv(qkv, self._own_channels(), None, before=before, sequence=sequence)
+        wide = torch.promote_types(alpha.dtype, torch.float32)
+        A_log, offset = (
+            p.chunk(self.cp_group.size())[self.cp_group.rank()].to(wide)
+            for p in (self.A_log, self.dt_bias)
+        )
+        values = beta.shape[-1] * self.value_width
+        keys = (qkv.shape[-1] - values) // 2
+        q, k, v = qkv.split([keys, keys, values], -1)
+        # Divided by their lengths, queries also by the square root of their width.
+        scale = q.new_full((self.key_width,), self.key_width**-0.5, dtype=wide)
+        eps = _EPSILON / self.key_width
+        q, k = (x.unflatten(-1, (-1, self.key_width)).to(wide).contiguous() for x in (q, k))
+        y, state = gated_delta_rule(
+            norm_rows(q, scale.square(), None, eps),
+            norm_rows(k, scale, None, eps),
+            v.unflatten(-1, (-1, self.value_width)),
+            -A_log.exp() * F.softplus(alpha.to(wide) + offset),
+            beta.sigmoid(),
+            state=state,
+            sequence=sequence,
+        )
+        return y.flatten(2), (before, state)
+
+    def _own_channels(self) -> Tensor:
+        """Return the weight of the convolution for the channels of this cp rank's heads."""
+        size = self.cp_group.size()
+        weight = self.conv1d.weight
+        if size == 1:
+            return weight
+        parts = weight.split(self.widths[:3])
+        return torch.cat([part.chunk(size)[self.cp_group.rank()] for part in parts])
+
+
+class GatedHeadNorm(nn.Module):
+    """RMSNorm of each head of y, times silu(z); ``weight`` [d] is that of every head."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        """Normalize and gate: 2 x [s, b, n d] -> [s, b, n d]."""
+        heads = y.unflatten(-1, (-1, len(self.weight)))
+        return norm_rows(heads, self.weight, None, self.eps).flatten(-2) * F.silu(z)
