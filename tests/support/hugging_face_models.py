@@ -55,6 +55,10 @@ LONG = {
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_DELTA = {
+    **{"linear_key_head_dim": 6, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
+    **{"linear_num_value_heads": 4, "linear_conv_kernel_dim": 3, "full_attention_interval": 2},
+}
 _LATENT = {
     **{"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "v_head_dim": 6},
     **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "first_k_dense_replace": 1},
@@ -128,6 +132,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe": (
         "Qwen3Moe",
         {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 40, "head_dim": 16},
+    ),
+    "qwen3.5": ("Qwen3_5", {**_DELTA, "head_dim": 16}),
+    "qwen3.5 moe": (
+        "Qwen3_5Moe",
+        {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 40, "head_dim": 16},
     ),
     "deepseek v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2}),
     "deepseek v2, groups": (
@@ -214,7 +227,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 # Loaded here and not in a test: their modules set environment variables.
 _KINDS = {(kind, "LMHeadModel" if kind == "GPT2" else "ForCausalLM") for kind, _ in CASES.values()}
-_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+_CONFIGS = {name: f"{name}TextConfig" for name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")}
 CLASSES: dict[str, tuple[Any, Any]] = {
     name: (
         getattr(transformers, _CONFIGS.get(name, f"{name}Config")),

@@ -134,6 +134,8 @@ def check(config: RunConfig) -> None:
         reason = f"the model is {kind.title}; exported are GPT, BERT, T5 and the image classifier"
     elif config.model.num_moe_experts is not None:
         reason = "the model has experts, and how many tokens an expert gets depends on the tokens"
+    elif config.model.experimental_attention_variant is not None:
+        reason = "the model has linear attention, whose state the graph has no input for"
     elif config.preference.reward_model:
         reason = "the model is a reward model, which generates no tokens"
     else:

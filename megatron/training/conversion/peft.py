@@ -308,10 +308,10 @@ def write_peft(
     transposed = False
     for layer, pairs in pairs_of(weights, config, shape).items():
         rule = family.rule(f"{layer}.weight", shape)
-        if rule.by_turns:
+        if rule.by_turns or rule.rows is not None:
             raise CheckpointError(
-                f"the rows of gate and up projection alternate in {family.architecture}: adapters "
-                f"of {layer} cannot be converted"
+                f"{family.architecture} has the rows of {layer} in another order: its adapters "
+                "cannot be converted; choose other --lora-target-modules"
             )
         transposed |= rule.transposed
         for theirs, pair in _their_pairs(layer, pairs, rule, shape):
@@ -525,7 +525,7 @@ def _our_pairs(
     taken = [_take(left, module, config) for module in modules]
     if not any(taken):
         return {}
-    if rule.by_turns:
+    if rule.by_turns or rule.rows is not None:
         raise CheckpointError(f"the adapter of {modules[0]} cannot be converted")
     rows = rows_of(layer, size, shape)
     if len(rows) == len(taken):

@@ -16,10 +16,11 @@ from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
 from megatron.core.ssm.mamba_hybrid_layer_allocation import layer_pattern
 from megatron.core.transformer.attention import layer_has_rope
 from megatron.core.transformer.attention_masks import window_of_layer
+from megatron.core.transformer.config.attention import LINEAR_VARIANTS
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
-from megatron.core.transformer.layer_layout import has_experts
+from megatron.core.transformer.layer_layout import has_experts, has_linear_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.checkpointing.checkpoint_args import EXPERTS, LATENT, YARN
+from megatron.training.checkpointing.checkpoint_args import EXPERTS, LATENT, LINEAR, YARN
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import model_kind, model_kind_of
 
@@ -68,6 +69,7 @@ _READ_BY_SOME: tuple[tuple[Callable[[ModelShape], bool], Iterable[str]], ...] = 
         lambda shape: model_kind(shape.kind).is_hybrid,
         ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
     ),
+    (lambda shape: any(shape.linear_layers), ("linear_layers", *LINEAR)),
 )
 
 
@@ -152,6 +154,13 @@ class ModelShape:
     mamba_head_dim: int | None = None
     mamba_num_groups: int | None = None
     mamba_num_heads: int | None = None
+    linear_layers: tuple[bool, ...] = ()  # whether each layer has linear attention
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    attention_output_gate: bool = False
     moe_router_dtype: str | None = field(default=None, compare=False)
     attention_dropout: float = field(default=0.0, compare=False)
     hidden_dropout: float = field(default=0.0, compare=False)
@@ -232,6 +241,8 @@ def shape_of(config: RunConfig, vocab_size: int) -> ModelShape:
         values["pattern"] = layer_pattern(m.num_layers, *ratios, lm.hybrid_override_pattern)
     elif m.num_moe_experts is not None:
         values["expert_layers"] = tuple(has_experts(m, layer) for layer in range(m.num_layers))
+    linear = tuple(has_linear_attention(m, layer) for layer in range(m.num_layers))
+    values["linear_layers"] = linear if any(linear) else ()
     return ModelShape(**values)
 
 
@@ -250,7 +261,7 @@ def _yarn(m: TransformerConfig, longest: int | None) -> dict[str, float | None]:
 _CONVERTED = frozenset(
     "kind vocab_size activation is_gated rope_scaling_factor windows qk_norm softmax_scale "
     "embedding_scale output_scale is_tied is_reward expert_layers has_binary_head pattern "
-    "others".split()
+    "linear_layers others".split()
 )
 
 
@@ -264,6 +275,8 @@ def args_of(shape: ModelShape) -> dict[str, object]:
         "bert_binary_head": shape.has_binary_head if kind.has_masked_lm_head else None,
         "hybrid_override_pattern": shape.pattern or None,
         "moe_layer_freq": [int(is_one) for is_one in shape.expert_layers] or None,
+        "linear_attention_freq": [int(is_one) for is_one in shape.linear_layers] or None,
+        "experimental_attention_variant": LINEAR_VARIANTS[0] if shape.linear_layers else None,
         "rope_type": "yarn" if shape.rotary_scaling_factor != 1 else None,
         "softmax_scale": None if shape.softmax_scale == usual_softmax else shape.softmax_scale,
         "embedding_scale": _scale_flag(shape.embedding_scale, math.sqrt(shape.hidden_size)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
@@ -32,16 +32,20 @@ class Rule:
     ``is_qkv``: theirs have all queries, then all keys, then all values, in one tensor or in three,
     or keys and values in two; ours is ordered by query group.  ``transposed``: their matrices are
     [in, out].  ``by_turns``: in theirs, rows of the gate and of the up projection alternate.
+    ``rows``: for other orders, returns for each of theirs the index in ours of each of its rows.
     """
 
     theirs: tuple[str, ...]
     is_qkv: bool = False
     transposed: bool = False
     by_turns: bool = False
+    rows: Callable[[Heads], Sequence[Tensor]] | None = None
 
     def to_ours(self, parts: Sequence[Tensor], shape: Heads) -> Tensor:
         """Convert their tensors, in the order of ``theirs``, to ours."""
         parts = [part.t() if self.transposed else part for part in parts]
+        if self.rows is not None:
+            return torch.cat(list(parts))[torch.cat(list(self.rows(shape))).argsort()]
         if self.by_turns:
             return torch.cat([part[first::2] for first in range(2) for part in parts])
         if self.is_qkv:
@@ -54,7 +58,9 @@ class Rule:
     def to_theirs(self, ours: Tensor, shape: Heads) -> list[Tensor]:
         """Convert our tensor to theirs, in the order of ``theirs``; views where possible."""
         parts: Sequence[Tensor] = [ours]
-        if self.by_turns:
+        if self.rows is not None:
+            parts = [ours[rows] for rows in self.rows(shape)]
+        elif self.by_turns:
             parts = [torch.stack(ours.chunk(2), 1).flatten(0, 1)]
         elif self.is_qkv:
             groups = ours.unflatten(0, (shape.num_query_groups, -1))
@@ -89,7 +95,9 @@ class Rule:
         # Computed without `to_theirs`: joining meta tensors imports torch's compiler.
         rows, *columns = ours.shape
         sizes = [(rows, *columns)]
-        if self.is_qkv and len(self.theirs) > 1:
+        if self.rows is not None:
+            sizes = [(len(numbers), *columns) for numbers in self.rows(shape)]
+        elif self.is_qkv and len(self.theirs) > 1:
             groups = group_rows(shape)[1:] if len(self.theirs) == 2 else group_rows(shape)
             sizes = [(shape.num_query_groups * count, *columns) for count in groups]
         elif len(self.theirs) > 1 and not self.by_turns:
@@ -180,6 +188,6 @@ def output_of(shape: ModelShape) -> str:
 
 
 def group_rows(shape: Heads) -> list[int]:
-    """Return the rows of queries, of keys and of values in a query group."""
-    heads = shape.num_attention_heads // shape.num_query_groups
+    """Return the rows of queries, with their gates, of keys and of values in a query group."""
+    heads = shape.num_attention_heads // shape.num_query_groups * (1 + shape.attention_output_gate)
     return [heads * shape.kv_channels, shape.kv_channels, shape.kv_channels]

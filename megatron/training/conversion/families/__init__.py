@@ -9,17 +9,21 @@ from megatron.training.conversion.families.experts import (
     GPT_OSS,
     MIXTRAL,
     QWEN2_MOE,
+    QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
 )
 from megatron.training.conversion.families.llama import DENSE, GPT2, IN_VISION_LANGUAGE
 from megatron.training.conversion.families.mamba import MAMBA2, NEMOTRON_H
 from megatron.training.conversion.families.t5 import T5
 from megatron.training.conversion.family import Family
 
-_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS)
+_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS)
 _OTHERS = (BERT, MEGATRON_BERT, T5, MAMBA2, NEMOTRON_H)
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (*DENSE, GPT2, *_EXPERTS, *_OTHERS)
+    family.model_type: family
+    for family in (*DENSE, GPT2, *_EXPERTS, QWEN3_5, QWEN3_5_MOE, *_OTHERS)
 }
 # Language models that exist only within a larger model, by the model_type of its text_config.
 PARTS: dict[str, Family] = {family.model_type: family for family in IN_VISION_LANGUAGE}

@@ -4,14 +4,23 @@ gpt-oss has sinks, windows in every other layer, YaRN, and experts with biases a
 The experts of a layer are one tensor [E, in, out], in which outputs of the gate and of the up
 projection alternate.  Published models store it in mxfp4 (`quantized`), which is read, not written.
 
+Qwen3-Next and Qwen3.5 have layers of linear attention, and gates of the output of attention.
+
 DeepSeek V2 and V3 have latent attention, experts and shared experts, and dense layers first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import not_
 
+import torch
+from torch import Tensor
+
 from megatron.core.config.errors import CheckpointError
+from megatron.core.ssm.mamba_hybrid_layer_allocation import delta_net_shape
+from megatron.training.checkpointing.checkpoint_args import LINEAR
 from megatron.training.conversion.families.llama import LAYER, NO_BIAS, SILU, llama_like
 from megatron.training.conversion.family import (
     HEAD_DIM,
@@ -32,7 +41,7 @@ from megatron.training.conversion.family import (
     windows,
 )
 from megatron.training.conversion.shape import ModelShape
-from megatron.training.conversion.tensors import Rule
+from megatron.training.conversion.tensors import Heads, Rule, group_rows
 
 TOPK = same("num_experts_per_tok", "moe_router_topk")
 WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size")
@@ -145,6 +154,11 @@ MIXTRAL = llama_like(
 
 
 _QWEN = (*SILU, TOPK, WIDTH, NORMED, SPARSE)
+_SHARED_EXPERT_LAYER: Names = {
+    **EXPERT_LAYER,
+    **gated("mlp.shared_experts", "mlp.shared_expert", *PROJECTIONS),
+    "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+}
 
 # Qwen 2 with experts and a gated shared expert.
 QWEN2_MOE = llama_like(
@@ -158,11 +172,7 @@ QWEN2_MOE = llama_like(
     demand(qkv_bias=True),
     same("num_experts", "num_experts", 60),
     same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-    layer={
-        **EXPERT_LAYER,
-        **gated("mlp.shared_experts", "mlp.shared_expert", *PROJECTIONS),
-        "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
-    },
+    layer=_SHARED_EXPERT_LAYER,
     always={**_SOFTMAX, "add_qkv_bias": True, "moe_shared_expert_gate": True},
 )
 
@@ -188,6 +198,105 @@ QWEN3_MOE = llama_like(
     always={**_SOFTMAX, "qk_norm": "head"},
 )
 
+
+# Qwen3-Next and Qwen3.5: three layers of linear attention, then one whose attention has a gate.
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+def _read_layers(config: Config) -> Values:
+    step, count = config.get("full_attention_interval", 4), config["num_hidden_layers"]
+    kinds = config.get("layer_types") or [
+        _LINEAR if i % step else _FULL for i in range(1, count + 1)
+    ]
+    if strange := {*kinds} - {_LINEAR, _FULL}:
+        raise CheckpointError(f"config.json has layer_types {', '.join(sorted(strange))}")
+    return {"linear_layers": tuple(kind == _LINEAR for kind in kinds)}
+
+
+def _write_layers(shape: ModelShape) -> Values:
+    linear = shape.linear_layers or (False,) * shape.num_layers
+    return {"layer_types": [_LINEAR if is_linear else _FULL for is_linear in linear]}
+
+
+_DELTA_NET = (
+    Field(_read_layers, _write_layers),
+    *(same(name, name, getattr(ModelShape, name)) for name in LINEAR),
+    same("head_dim", "kv_channels", 256),
+    NO_BIAS,
+    Field(  # replaces ROPE's entry
+        lambda config: ROPE.read({"partial_rotary_factor": 0.25, **config}),
+        lambda shape: {"partial_rotary_factor": shape.rotary_percent},
+    ),
+)
+_GATED: Values = {"apply_layernorm_1p": True, "qk_norm": "head", "attention_output_gate": True}
+
+
+def _rows_of_gated(shape: Heads) -> list[Tensor]:
+    """Return the rows of q, k and v: each head of q_proj has its query and then its gate."""
+    rows = torch.arange(shape.num_query_groups * sum(group_rows(shape)))
+    groups = rows.view(shape.num_query_groups, -1, shape.kv_channels)
+    *gated, k, v = groups.split([(groups.shape[1] - 2) // 2] * 2 + [1, 1], 1)
+    return [torch.stack(gated, 2).flatten(), k.flatten(), v.flatten()]
+
+
+def _rows_by_head(shape: Heads) -> list[Tensor]:
+    """Return the rows of in_proj_qkvz and in_proj_ba, which alternate by key head."""
+    parts = torch.arange(sum(widths := delta_net_shape(shape).projected)).split(widths)
+    q, k, v, z, beta, alpha = (part.view(shape.linear_num_key_heads, -1) for part in parts)
+    return [torch.cat([q, k, v, z], 1).flatten(), torch.cat([beta, alpha], 1).flatten()]
+
+
+def _rows_by_kind(shape: Heads) -> list[Tensor]:
+    """Return the rows of in_proj_qkv, in_proj_z, in_proj_b and in_proj_a."""
+    keys, _, *rest = delta_net_shape(shape).projected
+    sizes = [2 * keys + rest[0], *rest[1:]]
+    return list(torch.arange(sum(sizes)).split(sizes))
+
+
+def _delta_net_layer(*projections: str, rows: Callable[[Heads], Sequence[Tensor]]) -> Names:
+    names = {"out_norm": "norm", **{name: name for name in "conv1d A_log dt_bias out_proj".split()}}
+    theirs = tuple(f"linear_attn.in_proj_{name}" for name in projections)
+    return {
+        "self_attention.in_proj": Rule(theirs, rows=rows),
+        **{f"self_attention.{own}": f"linear_attn.{name}" for own, name in names.items()},
+        "self_attention.linear_qkv": Rule(
+            tuple(f"self_attn.{letter}_proj" for letter in "qkv"), rows=_rows_of_gated
+        ),
+    }
+
+
+_WITH_SHARED = (
+    *_QWEN,
+    same("num_experts", "num_experts", 512),
+    same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+)
+QWEN3_NEXT = llama_like(
+    "qwen3_next",
+    "Qwen3Next",
+    *_WITH_SHARED,
+    *_DELTA_NET,
+    layer={**_SHARED_EXPERT_LAYER, **_delta_net_layer("qkvz", "ba", rows=_rows_by_head)},
+    always={**_SOFTMAX, **_GATED, "moe_shared_expert_gate": True},
+)
+_BY_KIND = _delta_net_layer("qkv", "z", "b", "a", rows=_rows_by_kind)
+QWEN3_5 = llama_like("qwen3_5_text", "Qwen3_5", *SILU, *_DELTA_NET, layer=_BY_KIND, always=_GATED)
+# Every layer has experts, and config.json no other width.
+QWEN3_5_MOE = replace(
+    QWEN3_NEXT,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    fields=(
+        *(each for each in QWEN3_NEXT.fields if each not in (SIZES[1], NORMED, SPARSE)),
+        Field(
+            lambda config: {
+                "ffn_hidden_size": config["moe_intermediate_size"],
+                "expert_layers": (True,) * config["num_hidden_layers"],
+            }
+        ),
+    ),
+    layer={**QWEN3_NEXT.layer, **_BY_KIND},
+)
 
 _EXPERT = "mlp.experts.local_experts.{}."
 
