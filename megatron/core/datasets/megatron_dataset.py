@@ -149,7 +149,7 @@ class SyntheticDataset(MegatronDataset):
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
         """Return a number large enough that no split is empty."""
-        return 1_000_000
+        return 100_000
 
     @staticmethod
     def build_low_level_dataset(

@@ -123,7 +123,9 @@ def _arguments_of(module: Callable[..., object]) -> set[str]:
     if not isinstance(module, type):
         return set(inspect.signature(module).parameters)
     names: set[str] = set()
-    for init in (vars(cls)["__init__"] for cls in module.__mro__ if "__init__" in vars(cls)):
+    # Without object, whose parameters say nothing; to parse its signature copies sys.modules.
+    classes = module.__mro__[:-1]
+    for init in (vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)):
         parameters = inspect.signature(init).parameters
         names |= parameters.keys()
         if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters.values()):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -50,6 +51,18 @@ def program_of(command: int) -> int:
     return int(Path(f"/proc/{command}/comm").read_text())
 
 
+def _preloaded(folder: Path) -> dict[str, str]:
+    """Compile gloo_yield.c into ``folder``; return the variable that loads it into the server.
+
+    Without it, or without gcc, ranks that wait for each other use more CPU time.
+    """
+    library = folder / "gloo_yield.so"
+    command = ["gcc", "-O1", "-shared", "-fPIC", str(_HERE / "gloo_yield.c"), "-o", str(library)]
+    if shutil.which("gcc") is None or subprocess.run(command).returncode != 0:
+        return {}
+    return {"LD_PRELOAD": " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))}
+
+
 @cache
 def _started(device: str | None) -> str:
     """Start the server and return its client; the server ends with this process."""
@@ -66,6 +79,7 @@ def _started(device: str | None) -> str:
     environ = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
     environ.pop(host_gpu.ASKED, None)
     environ |= {} if device is None else {host_gpu.ASKED: device}
+    environ |= _preloaded(client.parent)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(client.with_name("socket")))
         listener.listen(64)
