@@ -79,7 +79,7 @@ from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec
 
 # Sections of the saved flags that generation uses: model and tokenizer.  The others
 # (saving, data, logging, layout, optimizer) are for training, and may name files and programs.
-_TAKEN = ("model", "language_model", "vision", "tokenizer", "inference")
+_TAKEN = ("model", "language_model", "retro", "vision", "tokenizer", "inference")
 # Layout and speed of training; and dropped tokens of experts, which would depend on the batch.
 _LEFT_OUT = frozenset(
     "pipeline_model_parallel_size encoder_pipeline_model_parallel_size context_parallel_size "
@@ -91,7 +91,7 @@ _LEFT_OUT = frozenset(
     "account_for_loss_in_pipeline_split overlap_moe_expert_parallel_comm tp_comm_overlap "
     "recompute_granularity recompute_method recompute_num_layers recompute_modules "
     "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_modules moe_enable_deepep "
-    "moe_flex_dispatcher_backend encoder_tp "
+    "moe_flex_dispatcher_backend encoder_tp retro_project_dir "
     "moe_expert_capacity_factor moe_pad_expert_input_to_capacity".split()
 )
 # Values set for every generation run.
@@ -217,10 +217,10 @@ def _require_text(load: str, kind: ModelKind, asked: Arguments) -> None:
             "position: text is generated with rope, mrope or none only"
         )
     if not kind.writes_text:
-        raise ConfigError(
-            f"{load} holds a {kind.title}, which writes no text: for embeddings of texts use "
-            "tools/bert_embedding.py"
-        )
+        other = "writes no text: for embeddings of texts use tools/bert_embedding.py"
+        if kind.reads_neighbors:
+            other = "reads neighbors of its text: use tools/retro/text_generation.py"
+        raise ConfigError(f"{load} holds a {kind.title}, which {other}")
 
 
 def _load_adapter(run: RunContext, module: nn.Module, folder: str) -> LayerAdapters:

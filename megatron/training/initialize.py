@@ -43,7 +43,7 @@ from megatron.core.rerun.state_machine import destroy_rerun_state_machine
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.training import inprocess_restart, planning
 from megatron.training.arguments.flat_values import resolve_args
-from megatron.training.arguments.input_files import take_splits_of_dataset
+from megatron.training.arguments.input_files import take_retro_project, take_splits_of_dataset
 from megatron.training.arguments.parser import OF_PROGRAM, apply_defaults, parse_args
 from megatron.training.arguments.rules.parallel import GLOO_RULES
 from megatron.training.arguments.rules.requirements import NEEDS_GPU
@@ -117,6 +117,7 @@ def configure(
         print_config_file(namespace)
     _check_kind(namespace, args_defaults or {})
     take_splits_of_dataset(namespace)
+    take_retro_project(namespace)
     start_from_model_folder(namespace, ranks, trains=trains)
     if namespace.use_checkpoint_args and namespace.load is not None:
         apply_checkpoint_args(namespace)

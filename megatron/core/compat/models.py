@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -117,6 +119,21 @@ def get_linear_layer(
 def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
     """Set the scores of hidden keys to -10000, in place."""
     return attention_scores.masked_fill_(attention_mask, -10000.0)
+
+
+def get_all_true_mask(size: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return a mask that is True everywhere, such as RETRO's ``context_mask``."""
+    return torch.ones(size, dtype=torch.bool, device=device)
+
+
+def get_config_path(project_dir: str) -> str:
+    """Return the path of the settings of a RETRO project."""
+    return os.path.join(project_dir, "config.json")
+
+
+def get_gpt_data_dir(project_dir: str) -> str:
+    """Return the folder of a RETRO project that holds the corpora."""
+    return os.path.join(project_dir, "data")
 
 
 def erf_gelu(x: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """Messages for flags that this version refuses, or accepts without effect.
 
 The commit that implements a flag deletes its message, and the ``refused=`` or ``ignored=`` that
-uses it.  Messages are printed after the flag: "--flag value: <message>" or "--flag is without
-effect: <message>".
+uses it.  Messages are printed after the flag:
+
+    --flag value: <message>
+    --flag is without effect: <message>
 """
 
 from __future__ import annotations
@@ -15,10 +17,6 @@ def only_with(flag: str) -> str:
 
 # ---- refused: not in this version ----------------------------------------------------------
 ZARR = "zarr is a format of the past, which Megatron-LM does not write either: use torch_dist"
-RETRO = (
-    "retrieval-augmented models are not available in this program; use --model-kind gpt, t5, bert "
-    "or mamba, or Megatron-LM for RETRO"
-)
 MULTIMODAL = (
     "models of images and text are not available in this program; use a text tokenizer and rope "
     "positions, or Megatron-LM for multimodal models"
@@ -62,4 +60,3 @@ OLD_SPELLING = "Megatron-LM does not use it either"
 ONE_LOGGER = "this program does not report to one logger"
 ALWAYS_SO = "this program always does so"
 EVERY_STEP = "fp8 scaling factors are updated in every step, as in Megatron-LM"
-OF_RETRO = only_with("--retro-add-retriever")

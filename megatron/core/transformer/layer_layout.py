@@ -51,6 +51,15 @@ def layers_of_stage(
     return layer_range(config, pp_rank=rank, num_ranks=num_ranks, vp_stage=vp_stage)
 
 
+def attends_to_neighbors(num_layers: int) -> range:
+    """Return the numbers, from 1, of RETRO's layers that attend to neighbors, as in Megatron-LM.
+
+    Every third layer from the 6th on, of more than 15 layers from the 9th on; of fewer than 6
+    layers the last one.
+    """
+    return range(min(6 if num_layers <= 15 else 9, num_layers), num_layers + 1, 3)
+
+
 def is_last_stage(
     config: TransformerConfig, pp_group: ProcessGroup, vp_stage: int | None = None
 ) -> bool:

@@ -327,17 +327,27 @@ class TransformerLayer(ResidualLayer):
         norms = self.input_layernorm, getattr(self, "post_self_attn_layernorm", None)
         hidden_states = self.add_part(attend, hidden_states, norms, self.self_attn_bda)
         if self.has_cross_attention:
-            attend = partial(
-                self.cross_attention,
-                attention_mask=context_mask,
-                key_value_states=context,
-                inference_context=inference_context,
-            )
-            before = self.pre_cross_attn_layernorm
-            hidden_states = self.add_part(
-                attend, hidden_states, (before, None), self.cross_attn_bda
+            hidden_states = self.add_cross_attention(
+                hidden_states, context, context_mask, inference_context
             )
         return hidden_states
+
+    def add_cross_attention(
+        self,
+        hidden_states: Stream,
+        context: Tensor | None,
+        context_mask: Tensor | None,
+        inference_context: KVCache | None,
+    ) -> Stream:
+        """Run cross attention, the last part of `add_attention`."""
+        attend = partial(
+            self.cross_attention,
+            attention_mask=context_mask,
+            key_value_states=context,
+            inference_context=inference_context,
+        )
+        norms = self.pre_cross_attn_layernorm, None
+        return self.add_part(attend, hidden_states, norms, self.cross_attn_bda)
 
     def add_mlp(
         self,

@@ -87,7 +87,7 @@ def save_top_tokens(inner: ModelImplementation) -> ModelImplementation:
         batch=partial(_batch, _specs_of_keys, inner),
         loss=_rows_to_save,
         load_frozen=partial(_check_stage, "--logits-save-dir", inner),
-        wrap_dataset=lambda _config, dataset, num_trained: _MoreTensors(dataset, _keys),
+        wrap_dataset=lambda _run, _split, _size, dataset: _MoreTensors(dataset, _keys),
         prepare_data=partial(_skip_saved_steps, inner),
         replace_training=save_logits,
     )
@@ -313,18 +313,20 @@ def _keys(index: int | None, sample: dict[str, Any]) -> dict[str, Any]:
     return dict(zip((_INDEX, _CHECKSUM), keys[:, None].expand(2, length), strict=True))
 
 
-def _with_entries(config: RunConfig, dataset: Any, *, num_trained: int) -> Any:
+def _with_entries(run: ModelRun, split: str, num_samples: int | None, dataset: Any) -> Any:
     """Return ``dataset`` with the entries of the store; raise DataError if it lacks some.
 
     Samples that are not trained on have none: a data loader may read ahead.
     """
-    folder = config.distillation.logits_load_dir or ""
+    num_trained = (num_samples or 0) if split == "train" else 0
+    settings = run.config.distillation
+    folder = settings.logits_load_dir or ""
     store = LogitsStore(folder) if num_trained else None
     wrapped = _MoreTensors(dataset, partial(_entries, _settings(folder), store, num_trained))
     if store is None:
         return wrapped
     missing = next((i for i in range(num_trained) if i not in store), None)
-    if missing is not None and not config.distillation.logits_load_ignore_errors:
+    if missing is not None and not settings.logits_load_ignore_errors:
         raise DataError(
             f"--logits-load-dir {folder}: the store has {len(store)} samples and not sample "
             f"{missing}, the run trains on {num_trained}: save the store with the data, the seed "

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.core.config.errors import ConfigError, DataError, MissingDependency
+from megatron.core.datasets.retro.project import load_project
 from megatron.core.datasets.tar_shards import shard_paths
+from megatron.training.arguments.options import GIVEN
+from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.config.data import TEXT_ENDS
 from megatron.training.config.preference import reads_conversations
 from megatron.training.config.tokenizer import TokenizerConfig
@@ -49,6 +52,53 @@ class Vocabulary(NamedTuple):
 
     size: int | None
     note: str = ""
+
+
+# Setting of a RETRO project -> flag that it determines; of files the path in the project's folder.
+_OF_PROJECT = {
+    f"retro_gpt_{name}": name
+    for name in (
+        *("split", "seed", "seq_length", "train_samples", "global_batch_size", "eval_interval"),
+        *("eval_iters", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"),
+    )
+} | {"retro_gpt_chunk_length": "retro_chunk_length"}
+_FILES_OF_PROJECT = ("tokenizer_model", "vocab_file", "merge_file")
+
+
+def take_retro_project(ns: Namespace) -> None:
+    """Set, in place, what the project of --retro-project-dir determines.
+
+    Raises ConfigError that lists every flag with another value, DataError without a project.
+    """
+    folder = ns.retro_project_dir
+    if (
+        folder is None
+        or not ns.retro_add_retriever
+        or not model_kind(ns.model_kind).reads_neighbors
+    ):
+        return
+    project = load_project(folder)
+    values = vars(ns)
+    problems = []
+    for setting, name in _OF_PROJECT.items():
+        wanted = getattr(project, setting)
+        if wanted is None:
+            continue
+        if name in _FILES_OF_PROJECT:
+            wanted = str(Path(folder, wanted))
+        flag, default = flags_and_defaults()[name]
+        is_given = name in values[GIVEN] if GIVEN in values else values[name] != default
+        if is_given and values[name] != wanted:
+            problems.append(
+                f"{flag} {values[name]}: the neighbors in {folder} were looked up for {wanted}; "
+                "leave the flag out, or preprocess in another --retro-project-dir"
+            )
+        values[name] = wanted
+    ConfigError.raise_for(problems)
+    if not (ns.mock_data or ns.data_path or ns.train_data_path or ns.data_args_path):
+        paths, weights = project.blend
+        pairs = zip(weights or (), paths, strict=False)
+        ns.data_path = [str(word) for pair in pairs for word in pair] or list(paths)
 
 
 def take_splits_of_dataset(ns: Namespace) -> None:

@@ -39,6 +39,7 @@ PROGRAMS = {
     "bert": Program("pretrain_bert.py", {}, "BERT"),
     "t5": Program("pretrain_t5.py", {}, "T5"),
     "mamba": Program("pretrain_mamba.py", {}, "Mamba-2 and hybrid models"),
+    "retro": Program("pretrain_retro.py", {}, "a language model that reads retrieved passages"),
     "vlm": Program("pretrain_vlm.py", {}, "a model that reads images and text"),
     "vision": Program("pretrain_vision_classify.py", {}, "a classifier of images"),
 }

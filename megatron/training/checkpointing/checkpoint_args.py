@@ -99,7 +99,7 @@ FORCED = (
     apply_residual_connection_post_layernorm
     add_bias_linear attention_dropout hidden_dropout embedding_scale output_scale
     final_logit_softcapping untie_embeddings_and_output_weights bert_binary_head mtp_num_layers
-    is_hybrid_model spec
+    is_hybrid_model retro_chunk_length retro_encoder_layers spec
     pad_vocab_in_loss tokenizer_type tiktoken_pattern vocab_extra_ids
     """.split(),
     *EXPERTS,
@@ -155,7 +155,7 @@ SHOWN_BY_TENSORS = frozenset(
     qk_layernorm untie_embeddings_and_output_weights bert_binary_head mtp_num_layers num_experts
     moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size
     moe_shared_expert_gate moe_router_enable_expert_bias q_lora_rank kv_lora_rank
-    hybrid_override_pattern export_quant_cfg kitchen_config_file
+    hybrid_override_pattern retro_encoder_layers export_quant_cfg kitchen_config_file
     attention_output_gate experimental_attention_variant linear_attention_freq
     linear_conv_kernel_dim linear_num_key_heads linear_num_value_heads
     """.split()
@@ -434,6 +434,7 @@ def _is_read(name: str, values: Arguments) -> bool:
         ("num_classes", kind.classifies_images),
         (MIMO, kind.has_placeholders),
         ("bert_binary_head", kind.has_masked_lm_head),
+        ("retro_", kind.reads_neighbors),
         ("lora_", values["lora_rank"] is not None),
         ("sft_", bool(values["sft"])),
     )

@@ -16,6 +16,7 @@ MODEL_KINDS = Registry[object](
         "bert": "megatron.training.models.kind:BERT",
         "mamba": "megatron.training.models.kind:MAMBA",
         "mimo": "megatron.training.models.kind:MIMO",
+        "retro": "megatron.training.models.kind:RETRO",
         "t5": "megatron.training.models.kind:T5",
         "vit": "megatron.training.models.kind:VIT",
         "vlm": "megatron.training.models.kind:VLM",

@@ -80,10 +80,6 @@ embedding_path str | File of embeddings for open retrieval. | RETRIEVER
 indexer_batch_size int 128 | Samples in a batch while blocks are embedded. | RETRIEVER
 indexer_log_interval int 1000 | Batches between lines while blocks are embedded. | RETRIEVER
 """,
-    "retro": """
-retro_project_dir str | Directory of a retrieval project. | RETRO
-retro_add_retriever | Add retrieval to the model. | RETRO
-""",
 }
 
 _IGNORED = {
@@ -257,18 +253,6 @@ export_model_type str GPTModel | Class of the model in a script of ModelOpt. | t
 finetune_hf_dataset str | Conversations for the programs of examples/post_training/modelopt. |
     EXAMPLES_DATA
 finetune_data_split str train | Split of --finetune-hf-dataset. | EXAMPLES_DATA
-""",
-    "retro": """
-retro_cyclic_train_iters int | Steps after which retrieval data repeats. | OF_RETRO
-retro_encoder_layers int 2 | Layers of the encoder of neighbours. | OF_RETRO
-retro_encoder_hidden_dropout float 0.1 | Hidden dropout of the encoder of neighbours. | OF_RETRO
-retro_encoder_attention_dropout float 0.1 | Attention dropout of the encoder of neighbours. |
-    OF_RETRO
-retro_num_neighbors int 2 | Neighbours that are retrieved for each chunk. | OF_RETRO
-retro_num_retrieved_chunks int 2 | Chunks of each neighbour. | OF_RETRO
-retro_attention_gate float 1.0 | Gate of attention to neighbours. | OF_RETRO
-retro_verify_neighbor_count bool True --retro-no-verify-neighbor-count | Accept chunks with fewer
-    neighbours. | OF_RETRO
 """,
 }
 

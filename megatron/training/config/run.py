@@ -22,6 +22,7 @@ from megatron.training.config.mimo import MimoConfig
 from megatron.training.config.preference import PreferenceConfig
 from megatron.training.config.quantization import QuantizationFlags
 from megatron.training.config.resilience import ResilienceConfig
+from megatron.training.config.retro import RetroFlags
 from megatron.training.config.rl import RLConfig
 from megatron.training.config.scheduler import SchedulerConfig
 from megatron.training.config.tokenizer import TokenizerConfig
@@ -47,6 +48,7 @@ class RunConfig:
     language_model: LanguageModelConfig
     vision: VisionConfig
     mimo: MimoConfig
+    retro: RetroFlags
     adapters: AdaptersConfig
     preference: PreferenceConfig
     image_classifier: ImageClassifierConfig

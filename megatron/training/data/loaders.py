@@ -38,6 +38,7 @@ from megatron.training.process.rank_print import print_detail, print_rank_0
 from megatron.training.runtime.context import RunContext
 from megatron.training.runtime.source_losses import SOURCE_IDS, SourceLosses, WithSources
 
+SPLITS = "train", "valid", "test"
 Provider = Callable[[Sequence[int | None]], tuple[Any, Any, Any]]
 
 
@@ -123,10 +124,10 @@ def build_data(run: RunContext, provider: Provider) -> TrainingData:
         train, valid, test = provider(sizes)
     wrap = implementation_of(run.config).wrap_dataset
     if wrap is not None:
-        for_training = partial(wrap, run.config, num_trained=sizes[0] or 0)
-        for_evaluation = partial(wrap, run.config, num_trained=0)
-        train = _map_sets(for_training, train)
-        valid, test = _map_sets(for_evaluation, [valid, test])
+        train, valid, test = (
+            _map_sets(partial(wrap, run, split, size), sets)
+            for split, size, sets in zip(SPLITS, sizes, (train, valid, test), strict=True)
+        )
     if run.config.data.dataloader_type == "external":
         return _external(run, train, valid, test)
     mean = mean_row_tokens(train)

@@ -17,7 +17,7 @@ Two counts exist:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.ssm.mamba_hybrid_layer_allocation import delta_net_shape, mixer_shape
 from megatron.core.transformer.attention_masks import window_of_layer
@@ -50,6 +50,11 @@ class _Stack:
     source: int  # tokens of a single stack, or of the encoder
     target: int = 0  # of layers with cross attention
     is_causal: bool = True
+    # Of layers that read other sequences in parts: all tokens of these, and those that a query
+    # sees; the encoder of neighbors, and the length of a neighbor.
+    others: int = 0
+    seen: int = 0
+    encoder: tuple[_Stack, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +145,23 @@ def _encoder_flops(config: RunConfig, images: MediaEncoder) -> ModelFlops:
 
 
 def _stack_of(config: RunConfig) -> _Stack:
-    return _Stack(
-        model=config.model,
-        source=config.data.seq_length,
+    model = config.model
+    length = config.data.seq_length
+    kind = model_kind_of(config)
+    stack = _Stack(
+        model=model,
+        source=length,
         target=config.data.decoder_seq_length or 0,
-        is_causal=model_kind_of(config).is_causal,
+        is_causal=kind.is_causal,
     )
+    if not kind.reads_neighbors:
+        return stack
+    m = config.retro.retro_chunk_length
+    num_seen = config.retro.retro_num_neighbors * config.retro.retrieved_length
+    num_tokens = length // m * num_seen
+    inner = _Stack(model=model, source=num_tokens, is_causal=False, others=length, seen=m)
+    encoder = inner, config.retro.retrieved_length
+    return replace(stack, others=num_tokens, seen=num_seen, encoder=encoder)
 
 
 def _keys_of(model: TransformerConfig) -> Keys:
@@ -219,7 +235,8 @@ def _multiply_adds(
     """
     model = stack.model
     source = stack.source
-    tokens = stack.target if layer.has_cross_attention else source
+    reads_encoder = layer.has_cross_attention and not stack.others
+    tokens = stack.target if reads_encoder else source
     hidden, groups_width = model.hidden_size, model.num_query_groups * model.kv_channels
     heads_width = model.num_attention_heads * model.kv_channels
     if model.multi_latent_attention:  # the mean of the widths of keys and of values
@@ -235,12 +252,18 @@ def _multiply_adds(
     if layer.attention == FULL:
         is_causal = stack.is_causal and not layer.is_encoder
         at = min(layer_index, model.num_layers - 1)  # MTP layers are like the last one
-        if layer.has_cross_attention:
+        if reads_encoder:
             at = layer_index - model.num_layers
         mixing += tokens * 2 * heads_width * keys(at, tokens, is_causal)
     if layer.has_cross_attention:
-        linear += 2 * hidden * (tokens * heads_width + source * groups_width)
-        mixing += tokens * 2 * heads_width * source
+        linear += 2 * hidden * (tokens * heads_width + (stack.others or source) * groups_width)
+        mixing += tokens * 2 * heads_width * (stack.seen or source)
+    for inner in layer.encoder:
+        assert stack.encoder is not None, "a layer with an encoder reads neighbors"
+        of_neighbors, length = stack.encoder
+        added = _multiply_adds(of_neighbors, inner, 0, lambda *_, r=length: r)
+        linear += added[0]
+        mixing += added[1]
     if layer.has_mixer:
         shape = mixer_shape(model)
         matrices = hidden * (sum(shape.projected) + shape.inner)

@@ -135,6 +135,7 @@ def _layer_parameters(m: TransformerConfig, layer: Layer) -> int:
         total += hidden * bool(m.moe_shared_expert_intermediate_size and m.moe_shared_expert_gate)
     if layer.has_cross_attention:
         total += _layer_parameters(m, Layer(attention=FULL))
+    total += sum(_layer_parameters(m, inner) for inner in layer.encoder)
     if layer.has_mixer:
         total += mixer_shape(m).num_parameters // tp
     if layer.attention == DELTA_NET:

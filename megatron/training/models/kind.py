@@ -27,6 +27,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     layer_shapes,
 )
 from megatron.core.transformer.layer_layout import (
+    attends_to_neighbors,
     has_experts,
     has_linear_attention,
     stacked_ranges,
@@ -51,6 +52,7 @@ class Layer:
     has_mixer: bool = False
     has_cross_attention: bool = False
     is_encoder: bool = False  # part of the encoder, whose output the decoder attends to
+    encoder: tuple[Layer, ...] = ()  # layers of an encoder inside this layer
 
 
 def stack_of_layers(config: RunConfig) -> list[Layer]:
@@ -95,6 +97,20 @@ def encoder_decoder_layers(config: RunConfig) -> list[Layer]:
     decoder = replace(encoder, is_encoder=False, has_cross_attention=True)
     depth = config.language_model.decoder_num_layers or 0
     return [encoder] * config.model.num_layers + [decoder] * depth
+
+
+def retro_layers(config: RunConfig) -> list[Layer]:
+    """Return the decoder's layers; the first that attends to neighbors has their encoder."""
+    layers = stack_of_layers(config)
+    numbers = attends_to_neighbors(config.model.num_layers)
+    for number in numbers:
+        layers[number - 1] = replace(layers[number - 1], has_cross_attention=True)
+    plain = replace(layers[0], has_cross_attention=False, is_encoder=True)
+    reading = replace(plain, has_cross_attention=True)
+    encoder = [plain if i % 3 else reading for i in range(config.retro.retro_encoder_layers)]
+    first = numbers[0] - 1
+    layers[first] = replace(layers[first], encoder=tuple(encoder))
+    return layers
 
 
 def stages_of_encoder_decoder(config: RunConfig) -> tuple[range, ...]:
@@ -187,8 +203,8 @@ class ModelImplementation:
     them itself.  ``loss(config, groups, batch, output)`` returns the loss of a micro-batch from
     what its last stage returns: the sum, what it is divided by, and what is logged.  None: the
     entry script's loss.  ``load_frozen(run)`` loads weights that are not trained and that no
-    checkpoint of the run contains.  ``wrap_dataset(config, dataset, is_training=...)`` returns a
-    data set whose samples have more tensors.  ``joins_rows``: the batch table has
+    checkpoint of the run contains.  ``wrap_dataset(run, split, num_samples, dataset)`` returns
+    a data set whose samples have more tensors.  ``joins_rows``: the batch table has
     ``packed_seq_params``, the bounds of samples; the model gets all rows of a micro-batch as one
     row [1, b s] with them.  ``prepare_data(run, dataset config)`` runs on every rank before the
     datasets are built, and returns further settings of the config.  ``replace_training(run)`` is
@@ -231,6 +247,7 @@ class ModelKind:
     has_masked_lm_head: bool = False  # BERT's output layers: masked tokens, sentence order
     reads_images: bool = False  # with an encoder on the first stage; --img-h and others describe it
     classifies_images: bool = False  # by --num-classes; images are its sequences, without text
+    reads_neighbors: bool = False  # of chunks of its text; the --retro-* flags describe them
     has_placeholders: bool = False  # a row has a token for each embedding of an image or sound
     has_linear_attention: bool = False  # layers may have, by --experimental-attention-variant
     writes_text: bool = True  # autoregressively, for tools/text_generation_cli.py
@@ -312,6 +329,15 @@ MAMBA = ModelKind(
     implementation="megatron.training.models.gpt:MAMBA",
     is_hybrid=True,
     layers=hybrid_layers,
+)
+RETRO = ModelKind(
+    title="RETRO",
+    entry_script="pretrain_retro.py",
+    implementation="megatron.training.models.retro:RETRO",
+    reads_neighbors=True,
+    writes_text=False,  # tools/retro/text_generation.py does
+    supports_context_parallel=False,
+    layers=retro_layers,
 )
 VIT = ModelKind(
     title="the image classifier",

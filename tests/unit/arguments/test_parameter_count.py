@@ -72,6 +72,8 @@ OTHERS = [
     "--model-kind t5 --decoder-num-layers 2 --untie-embeddings-and-output-weights",
     "--model-kind t5 --decoder-num-layers 3 --decoder-seq-length 8 --disable-bias-linear "
     "--position-embedding-type relative --normalization RMSNorm",
+    "--model-kind retro --retro-add-retriever --retro-chunk-length 8 --num-layers 9 "
+    "--retro-encoder-layers 5",
 ]
 
 

@@ -197,6 +197,27 @@ def test_torchs_counter_agrees_on_a_model_of_images_and_sound(more: str, counted
     assert flops.attention - of_encoders == pytest.approx(found)
 
 
+def test_torchs_counter_agrees_on_a_model_that_reads_neighbors(counted) -> None:
+    config = run_config(
+        f"--model-kind retro --retro-add-retriever --retro-chunk-length 16 --num-layers 9 "
+        f"--retro-encoder-layers 4 --retro-num-retrieved-chunks 1 {PLAIN}"
+    )
+    batch, seq, hidden = 2, 64, 32
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    linear, attention = counted(
+        config,
+        256,
+        tokens=tokens,
+        labels=tokens,
+        position_ids=torch.arange(seq).expand(batch, seq),
+        neighbor_tokens=torch.zeros(batch, 4, 2, 16, dtype=torch.long),
+    )
+    flops = causal_model_flops(config, batch, 256)
+    assert flops.linear == linear
+    hidden_keys = seq - (seq + 1) / 2  # of a causal query, which the plain path multiplies too
+    assert flops.attention == attention - 6 * batch * 9 * 2 * hidden * seq * hidden_keys
+
+
 def test_torchs_counter_and_a_hand_count_agree_on_a_hybrid(counted) -> None:
     config = run_config(
         "--model-kind mamba --transformer-impl local --attention-backend unfused --num-layers 5 "

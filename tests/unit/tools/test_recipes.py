@@ -95,14 +95,11 @@ def test_a_recipe_that_cannot_run_says_why(tmp_path, text, reason):
 
 
 def test_a_recipe_for_a_script_that_is_missing_says_so(tmp_path):
-    path = tmp_path / "retro" / "model_config.yaml"
+    path = tmp_path / "nemo" / "model_config.yaml"
     path.parent.mkdir()
-    path.write_text("MODEL_ARGS:\n  --lr: 1\n")
-    with pytest.raises(
-        ConfigError,
-        match=r"it needs pretrain_retro.py \(retrieval-augmented models\), which is not",
-    ):
-        run_recipe.load(path)
+    path.write_text("MODEL_ARGS:\n  --lr: 1\nENV_VARS:\n  A: 1\n")
+    with pytest.raises(ConfigError, match=r"it needs train_nemo.py \(NeMo, a program of its own\)"):
+        run_recipe.load(path, "train_nemo.py")
 
 
 def test_a_list_of_items_is_no_recipe(tmp_path):

@@ -31,7 +31,6 @@ SCRIPTS = {
 # A word of the path of an entry script that is missing -> the part that it needs.
 MISSING_PARTS = {
     "inference": "inference test programs",
-    "pretrain_retro": "retrieval-augmented models",
     "train_rl": "reinforcement learning",
     "nemo": "NeMo, a program of its own",
 }

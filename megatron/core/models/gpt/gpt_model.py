@@ -40,7 +40,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class GPTModel(LanguageModule):
     """A decoder-only language model."""
 
-    position_types = ("learned_absolute", "rope", "mrope", "alibi", "none")
+    position_types: tuple[str, ...] = ("learned_absolute", "rope", "mrope", "alibi", "none")
     is_frozen = False  # the model has or trains draft heads alone: it runs without dropout
 
     @library_call(

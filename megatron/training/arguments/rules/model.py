@@ -423,6 +423,46 @@ _T5 = where(
     },
 )
 
+_RETRO = where(
+    lambda c: c.kind.reads_neighbors,
+    {
+        "--retro-add-retriever needs --retro-project-dir, the folder of the neighbors, or "
+        "--mock-data": lambda c: (
+            c.retro_add_retriever and c.trains and not (c.retro_project_dir or c.mock_data)
+        ),
+        "{--seq-length} is not a multiple of --retro-chunk-length {retro_chunk_length}: a sample "
+        "has complete chunks": lambda c: (c.seq_length or 0) % max(1, c.retro_chunk_length),
+        "{--max-position-embeddings}: a neighbor has {found} positions; raise it, or lower "
+        "--retro-num-retrieved-chunks": lambda c: (
+            c.position_embedding_type == "learned_absolute"
+            and c.retro.retrieved_length > (c.max_position_embeddings or 0)
+            and c.retro.retrieved_length
+        ),
+        "{--tensor-model-parallel-size} does not divide the {found} tokens of a neighbor, as "
+        "--sequence-parallel needs: use a divisor": lambda c: (
+            c.sequence_parallel
+            and c.retro.retrieved_length % max(1, c.tensor_model_parallel_size)
+            and c.retro.retrieved_length
+        ),
+        "{found} with RETRO: the RETRO model does not have this feature; use pretrain_gpt.py for "
+        "it": lambda c: [
+            *given(
+                "--num-experts --multi-latent-attention --mtp-num-layers --lora-rank "
+                "--experimental-attention-variant "
+                "--heterogeneous-layers-config-path --reset-attention-mask --reset-position-ids "
+                "--cpu-offloading --multiple-validation-sets --phase-transition-iterations "
+                "--dataset-type"
+            )(c),
+            *given("--spec", lambda spec: spec and spec[0] != "local")(c),
+            *given("--position-embedding-type", lambda name: name in ("alibi", "mrope"))(c),
+            *given("--layer-norm-placement", lambda place: place != "pre")(c),
+            *(["CUDA graphs"] if c.model.uses_graphs else []),
+        ],
+        "--ckpt-format torch with RETRO: it cannot store layers of two kinds; use torch_dist or "
+        "safetensors_dist": lambda c: c.save and c.ckpt_format == "torch",
+    },
+)
+
 RULES = rules(
     _ARCHITECTURE,
     _POSITIONS,
@@ -432,7 +472,10 @@ RULES = rules(
     _BERT,
     _T5_STAGES,
     _T5,
+    _RETRO,
     {
+        "--retro-add-retriever: only pretrain_retro.py (--model-kind retro) reads neighbors; use "
+        "it, or leave the flag out": lambda c: c.retro_add_retriever and not c.kind.reads_neighbors,
         "--position-embedding-type relative: only T5 has the relative position bias; use rope, or "
         "pretrain_t5.py": lambda c: (
             c.position_embedding_type == "relative" and not c.kind.has_encoder

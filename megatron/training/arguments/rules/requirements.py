@@ -17,6 +17,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, 
 from megatron.training.arguments.rules.rule import Settings, needs
 from megatron.training.config.mimo import MimoConfig
 from megatron.training.config.resilience import RESTART_FLAGS
+from megatron.training.config.retro import RetroFlags
 from megatron.training.config.rl import RL_FLAGS
 from megatron.training.config.run import SFT
 from megatron.training.config.vision import ImageClassifierConfig, VisionConfig
@@ -153,6 +154,7 @@ def _dests_of(config_class: type) -> list[str]:
     return [dest_of(f, opt) for f, opt in options_of(config_class) if opt.ignored is None]
 
 
+_RETRO_FLAGS = [dest for dest in _dests_of(RetroFlags) if dest != "retro_add_retriever"]
 # What the dests behind the bar need, and whether a run has it.
 _NEEDS: dict[str, Callable[[Settings], object]] = {
     # User-defined optimizers may read them.
@@ -224,6 +226,10 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
     f"{' '.join(_SHARED)}": lambda c: c.kind.reads_images or c.kind.classifies_images,
     "pretrain_vision_classify.py (--model-kind vit) | "
     f"{' '.join(_dests_of(ImageClassifierConfig))}": lambda c: c.kind.classifies_images,
+    # A rule refuses the switch itself for other models.
+    f"pretrain_retro.py with --retro-add-retriever | {' '.join(_RETRO_FLAGS)}": lambda c: (
+        c.kind.reads_neighbors and c.retro_add_retriever
+    ),
     f"examples/mimo/train.py (--model-kind mimo) | {' '.join(_dests_of(MimoConfig))}": lambda c: (
         c.kind.has_placeholders
     ),
