@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -25,6 +25,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.models.bert.pooler import mean_of_text
 from megatron.core.optional import require
 from megatron.inference.generation import (
+    ONE_REPLICA,
+    GenerationLayout,
     generation_config,
     load_model,
     longest_sequence,
@@ -51,13 +53,19 @@ class Embedder:
     width: int
 
 
-def megatron_embedder(load: str, *, step: int | None = None, device_kind: str = "auto") -> Embedder:
+def megatron_embedder(
+    load: str,
+    *,
+    step: int | None = None,
+    device_kind: str = "auto",
+    layout: GenerationLayout = ONE_REPLICA,
+) -> Embedder:
     """Load the BERT checkpoint in ``load``, saved with any layout.  Collective over all ranks.
 
     Raises CheckpointError if there is no checkpoint, ConfigError if it is not a BERT model.
     """
     asked = without_code_and_paths(open_checkpoint(load, step).asked, {})
-    config = generation_config(asked, load, step=step, device_kind=device_kind)
+    config = generation_config(asked, load, step=step, device_kind=device_kind, layout=layout)
     lm = config.language_model
     if not model_kind(lm.model_kind).has_masked_lm_head:
         raise ConfigError(f"--load {load} holds a {lm.model_kind}: give one of BERT")
@@ -196,6 +204,17 @@ def embed(rows: list[list[int]], embedder: Embedder) -> Tensor:
         ids[i, : lengths[i]] = torch.tensor([embedder.cls, *row, embedder.sep])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
     return embedder.vectors(ids.to(device.current()), mask.to(device.current()))
+
+
+def embed_texts(
+    embedder: Embedder, texts: Sequence[str], *, batch_size: int, longest: int
+) -> np.ndarray:
+    """Return vectors f32 [n, h] of texts, cut off after ``longest`` tokens with special tokens."""
+    most = min(longest, embedder.longest) - 2
+    rows = [embedder.tokenize(text)[:most] for text in texts]
+    starts = range(0, len(rows), batch_size)
+    found = [embed(rows[at : at + batch_size], embedder).float().cpu().numpy() for at in starts]
+    return np.concatenate(found) if found else np.empty((0, embedder.width), np.float32)
 
 
 def _rows_done(part: str, done: str, origin: str, shape: tuple[int, int]) -> int:

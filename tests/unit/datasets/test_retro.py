@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -232,7 +233,32 @@ def test_an_ivf_index_finds_nine_of_ten_neighbors(
     assert recall <= sum(map(len, hits)) / (len(hits) * 2 * LENGTH // M)
 
 
-@pytest.mark.parametrize("task", ["db", "index", "query"])
+def test_db_build_continues_to_the_same_bytes_after_kill_9(
+    flat: Any, corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = project(corpora, tmp_path)
+    replace_file = os.replace
+
+    def die_at_third(source: str, target: str) -> None:
+        if target.endswith("hdf5") and len([*tmp_path.rglob("*.hdf5")]) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace_file(source, target)
+
+    if (child := os.fork()) == 0:
+        os.replace = die_at_third
+        build_db(config, num_bert_tokens, VOCAB)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert len([*tmp_path.rglob("*.hdf5")]) == 2
+    assert len([*tmp_path.rglob("*.tmp")]) == 1
+    with pytest.raises(DataError, match="has no complete database: run the task db-build"):
+        load_db(config, "train", VOCAB)
+    build_db(config, num_bert_tokens, VOCAB)
+    db = Path(flat.project_dir) / "db"
+    for path in db.rglob("*.*"):
+        assert (tmp_path / "db" / path.relative_to(db)).read_bytes() == path.read_bytes(), path
+
+
+@pytest.mark.parametrize("task", ["index", "query"])
 def test_a_killed_task_continues_to_the_same_bytes(
     task: str, flat: Any, corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,153 @@
+"""tools/retro/preprocess_data.py makes a RETRO project with a BERT checkpoint of this program."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.retro.blocks import Rows
+from megatron.core.datasets.retro.db import load_db
+from megatron.core.datasets.retro.project import load_project
+from megatron.inference.embedding import embed, megatron_embedder
+from megatron.training.tokenizer.base import TokenizerSpec
+from megatron.training.tokenizer.tokenizer import create_tokenizer
+from tests.support.dataset_files import GOLDEN, write
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, run_gpt
+from tests.support.tokenizer_files import corpus_texts
+from tools.retro import preprocess_data
+
+pytest.importorskip("faiss")
+pytest.importorskip("h5py")
+
+LETTERS = sorted({letter for text in corpus_texts() for letter in text.lower() if letter.strip()})
+VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{c}" for c in LETTERS)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT checkpoint with its vocabulary, and a corpus with its tokenizer."""
+    folder = tmp_path_factory.mktemp("retro")
+    (folder / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
+    base = [word for word in TINY if word not in ("NullTokenizer", "--vocab-size", "100")]
+    base.insert(base.index("--tokenizer-type") + 1, "BertWordPieceLowerCase")
+    base += ["--vocab-file", str(folder / "vocab.txt"), "--model-kind", "bert"]
+    run_gpt(folder, "--save", str(folder / "bert"), "--train-iters", "1", base=base)
+    (folder / "project" / "data").mkdir(parents=True)
+    documents = IndexedDataset(str(GOLDEN / "text_text_document"))[:60]
+    write(folder / "project" / "data" / "text", documents)
+    return folder
+
+
+def flags(folder: Path, project: Path, *more: str) -> list[str]:
+    return [
+        *f"--retro-project-dir {project} --load {folder / 'bert'} --device cpu "
+        f"--retro-gpt-data-path text --retro-gpt-split 90,5,5 "
+        f"--retro-gpt-tokenizer-type GPTSentencePieceTokenizer "
+        f"--retro-gpt-tokenizer-model {GOLDEN / 'spm.model'} "
+        "--retro-gpt-seq-length 64 --retro-gpt-chunk-length 16 --retro-gpt-train-samples 24 "
+        "--retro-gpt-eval-interval 10 --retro-gpt-eval-iters 1 --retro-gpt-global-batch-size 4 "
+        f"--retro-bert-vocab-file {folder / 'vocab.txt'} --retro-index-str Flat "
+        "--retro-index-ntrain 50 --retro-block-size 100 --retro-query-num-neighbors-query 30 "
+        "--retro-query-num-neighbors-save 4 --retro-bert-batch-size 64".split(),
+        *more,
+    ]
+
+
+def run(rank: int, world_size: int, *commands: list[str]) -> None:
+    for words in commands:
+        preprocess_data.main(words)
+
+
+def embeddings(rank: int, world_size: int, load: str, texts: list[str]) -> np.ndarray:
+    made = megatron_embedder(load, device_kind="cpu")
+    rows = [made.tokenize(text)[:30] for text in texts]
+    return np.concatenate(
+        [embed(rows[at : at + 50], made).numpy() for at in range(0, len(rows), 50)]
+    )
+
+
+@pytest.fixture(scope="module")
+def project(folder: Path) -> Path:
+    run_ranks(run, 1, flags(folder, folder / "project"))
+    return folder / "project"
+
+
+def test_neighbors_are_nearest_in_the_space_of_the_checkpoint(folder: Path, project: Path) -> None:
+    config = load_project(str(project))
+    assert {*config.retro_neighbor_dirs} == {"train", "valid", "test"}
+    tokenizer = create_tokenizer(
+        TokenizerSpec(
+            tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(GOLDEN / "spm.model")
+        )
+    )
+    db = load_db(config, "train", tokenizer.eod)
+    data = preprocess_data.query_datasets(config, tokenizer)
+    assert data.train is not None
+    text = data.train[0][0]["tokens"][:16]
+    texts = [tokenizer.detokenize(db.tokens(row).tolist()) for row in db.chunks[:]]
+    query = tokenizer.detokenize(text[text != tokenizer.eod].tolist())
+    (vectors,) = run_ranks(embeddings, 1, str(folder / "bert"), [query, *texts])
+    own = {piece[0] for piece in data.train[0].pieces(0)}
+    distances = ((vectors[1:] - vectors[0]) ** 2).sum(1)
+    distances[[int(row[1]) in own for row in db.chunks[:]]] = np.inf
+    path = sorted((project / "query" / config.retro_neighbor_dirs["train"]).glob("*.hdf5"))[0]
+    found = Rows(str(path), "neighbors")[:][0]
+    np.testing.assert_allclose(distances[found], np.sort(distances)[:4], rtol=1e-3, atol=1e-5)
+
+
+def test_two_ranks_write_the_same_project(folder: Path, project: Path, tmp_path: Path) -> None:
+    shutil.copytree(project / "data", tmp_path / "data")
+    run_ranks(run, 2, flags(folder, tmp_path, "--retro-tasks", "db-build,index-build"))
+    more = ["--retro-project-dir", str(tmp_path), "--device", "cpu", "--retro-tasks"]
+    load = ["--load", str(folder / "bert")]
+    validate = ["--retro-task-validate", "0.5"]
+    run_ranks(run, 2, [*load, *more, "query-neighbors"])  # the project has the other settings
+    run_ranks(run, 1, [*load, *more, "db-build,query-neighbors", *validate])
+    for name in ("train", "valid", "sampled"):
+        one, two = (p / "db" / "merged" / f"{name}.hdf5" for p in (project, tmp_path))
+        assert one.read_bytes() == two.read_bytes()
+
+
+def test_bad_command_lines_have_one_error(
+    folder: Path, project: Path, tmp_path: Path, capsys: Any
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        preprocess_data.main(
+            "--retro-tasks build,db --retro-gpt-seq-length 63 --retro-task-validate 2 "
+            "--retro-block-size 0".split()
+        )
+    text = str(caught.value)
+    assert "--retro-project-dir is missing" in text
+    assert "--load is missing" in text
+    assert "--retro-gpt-seq-length 63 is no multiple of --retro-gpt-chunk-length 64" in text
+    assert "--retro-task-validate 2.0: give a fraction" in text
+    assert "--retro-block-size 0: at least 1" in text
+    assert "--retro-tasks db: give one or more of db-build, index-train" in text
+    with pytest.raises(ConfigError, match="was begun with 64; give this value"):
+        preprocess_data.main(flags(folder, project, "--retro-gpt-seq-length", "32"))
+    (tmp_path / "data").mkdir()
+    with pytest.raises(DataError, match="text.bin"):
+        preprocess_data.main(flags(folder, tmp_path))
+    shutil.copytree(project / "data", tmp_path / "data", dirs_exist_ok=True)
+    sidecar = {"tokenizer": "GPT2BPETokenizer", "vocab_size": 50257, "eod": 50256, "sha256": "0"}
+    path = tmp_path / "data" / "text.tokenizer.json"
+    path.write_text(json.dumps(sidecar))
+    with pytest.raises(DataError, match="was written with GPT2BPETokenizer"):
+        preprocess_data.main(flags(folder, tmp_path))
+    path.unlink()
+    (tmp_path / "vocab.txt").write_text("\n".join(VOCAB[:5] + VOCAB[:4:-1]) + "\n")
+    wrong = flags(folder, tmp_path, "--retro-bert-vocab-file", str(tmp_path / "vocab.txt"))
+    with pytest.raises(AssertionError, match="was trained with another tokenizer; give its own"):
+        run_ranks(run, 1, wrong)
+    capsys.readouterr()
+    words = preprocess_data.known_flags(["--num-layers", "24", "--retro-tasks", "build", "--fp16"])
+    assert words == ["--retro-tasks", "build"]
+    assert "--num-layers, --fp16: without effect, --load has the" in capsys.readouterr().out
