@@ -107,10 +107,9 @@ def test_two_ranks_write_the_same_project(folder: Path, project: Path, tmp_path:
     shutil.copytree(project / "data", tmp_path / "data")
     run_ranks(run, 2, flags(folder, tmp_path, "--retro-tasks", "db-build,index-build"))
     more = ["--retro-project-dir", str(tmp_path), "--device", "cpu", "--retro-tasks"]
-    load = ["--load", str(folder / "bert")]
     validate = ["--retro-task-validate", "0.5"]
-    run_ranks(run, 2, [*load, *more, "query-neighbors"])  # the project has the other settings
-    run_ranks(run, 1, [*load, *more, "db-build,query-neighbors", *validate])
+    run_ranks(run, 2, [*more, "query-neighbors"])  # the project has the other settings
+    run_ranks(run, 1, [*more, "db-build,query-neighbors", *validate])
     for name in ("train", "valid", "sampled"):
         one, two = (p / "db" / "merged" / f"{name}.hdf5" for p in (project, tmp_path))
         assert one.read_bytes() == two.read_bytes()
@@ -131,8 +130,11 @@ def test_bad_command_lines_have_one_error(
     assert "--retro-task-validate 2.0: give a fraction" in text
     assert "--retro-block-size 0: at least 1" in text
     assert "--retro-tasks db: give one or more of db-build, index-train" in text
-    with pytest.raises(ConfigError, match="was begun with 64; give this value"):
-        preprocess_data.main(flags(folder, project, "--retro-gpt-seq-length", "32"))
+    other = flags(folder, project, "--retro-gpt-seq-length", "32", "--retro-gpt-seed", "5")
+    with pytest.raises(ConfigError, match="was begun with 64; give this value") as caught:
+        preprocess_data.main(other)
+    problems = [problem.split(":")[0] for problem in caught.value.problems]
+    assert problems == ["--retro-gpt-seed 5", "--retro-gpt-seq-length 32"]
     (tmp_path / "data").mkdir()
     with pytest.raises(DataError, match="text.bin"):
         preprocess_data.main(flags(folder, tmp_path))

@@ -35,10 +35,9 @@ from megatron.core.datasets.retro.blocks import Ranks
 from megatron.core.datasets.retro.db import build_db
 from megatron.core.datasets.retro.index import ChunkIndex, RetroGPTChunkDatasets
 from megatron.core.datasets.retro.project import (
-    CONFIG_FILE,
+    OF_A_CALL,
     RetroPreprocessingConfig,
-    differences,
-    flag_of,
+    get_config_path,
     load_project,
     save_project,
 )
@@ -74,9 +73,14 @@ _HELP = {
     "retro_block_size": "chunks in a file",
     "retro_doc_block_size": "documents in a file of the database",
     "retro_gpt_data_path": "--data-path of training; relative prefixes start in DIR/data",
+    **{
+        f"retro_gpt_{name}": f"--{name.replace('_', '-')} of training; relative to DIR"
+        for name in ("tokenizer_model", "vocab_file", "merge_file")
+    },
     "retro_gpt_chunk_length": "tokens in a chunk",
     "retro_bert_tokenizer_type": "tokenizer of BERT; it must be that of the checkpoint",
-    "retro_bert_vocab_file": "vocabulary of BERT; it must be that of the checkpoint",
+    "retro_bert_vocab_file": "vocabulary of BERT; it must be that of the checkpoint; "
+    "relative to DIR",
     "retro_bert_batch_size": "chunks that BERT embeds at once",
     "retro_bert_max_chunk_length": "maximum of BERT tokens of a chunk; more are cut off",
     "retro_index_type": "name of the folder of the index; the index is the same",
@@ -141,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for package in ("faiss", "h5py"):
         require(package, "tools/retro/preprocess_data.py")
     tokenizer = gpt_tokenizer(config)
-    embedder = open_embedder(args)
+    embedder = open_embedder(str(config.retro_bert_load), args)
     check_bert_tokenizer(config, embedder)
     ranks = open_ranks()
     if is_rank0():
@@ -239,7 +243,7 @@ def config_of(args: argparse.Namespace) -> RetroPreprocessingConfig:
     if args.load is not None:
         given["retro_bert_load"] = os.path.abspath(args.load)
     folder = given.get("retro_project_dir")
-    if folder is not None and os.path.exists(os.path.join(folder, CONFIG_FILE)):
+    if folder is not None and os.path.exists(get_config_path(folder)):
         before = load_project(folder)
         config = dataclasses.replace(before, **given)
         ConfigError.raise_for(differences(before, config))
@@ -247,6 +251,25 @@ def config_of(args: argparse.Namespace) -> RetroPreprocessingConfig:
         config = RetroPreprocessingConfig(**given)
     ConfigError.raise_for(problems_of(config))
     return config
+
+
+def differences(before: RetroPreprocessingConfig, now: RetroPreprocessingConfig) -> list[str]:
+    """Return one message for each setting of the project that ``now`` changes."""
+    names = vars(now).keys() - OF_A_CALL - {"retro_neighbor_dirs"}
+    return [
+        f"{flag_of(name)} {vars(now)[name]}: the project {before.retro_project_dir} was begun with "
+        f"{vars(before)[name]}; give this value, or another --retro-project-dir"
+        for name in sorted(names)
+        if vars(now)[name] != vars(before)[name]
+    ]
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field of the config."""
+    if name == "retro_bert_load":
+        return "--load"
+    switch = "no-" if name.startswith("retro_index_delete") else ""
+    return f"--{switch}{name.replace('_', '-')}"
 
 
 def problems_of(config: RetroPreprocessingConfig) -> list[str]:
@@ -296,20 +319,22 @@ def tasks_of(config: RetroPreprocessingConfig) -> list[str]:
 
 def gpt_tokenizer(config: RetroPreprocessingConfig) -> MegatronTokenizer:
     """Build the tokenizer of the corpora.  Raises an error if they are of another."""
-    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    given = {name: vars(config)[f"retro_gpt_{name}"] for name in names}
+    given = {"tokenizer_type": config.retro_gpt_tokenizer_type}
+    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        if (file := vars(config)[f"retro_gpt_{name}"]) is not None:
+            given[name] = os.path.join(config.project_dir, file)
     tokenizer = create_tokenizer(TokenizerSpec.of(argparse.Namespace(**given)))
     for prefix in config.blend[0]:
         check_data(IndexedDataset(prefix), tokenizer, tokenizer.vocab_size)
     return tokenizer
 
 
-def open_embedder(args: argparse.Namespace) -> Embedder:
+def open_embedder(load: str, args: argparse.Namespace) -> Embedder:
     """Load the BERT model; each rank has all of it."""
     if args.bert_embedder_type == "huggingface":
-        return huggingface_embedder(args.load, device_kind=args.device)
+        return huggingface_embedder(load, device_kind=args.device)
     layout = GenerationLayout(tensor=1)
-    return megatron_embedder(args.load, step=args.ckpt_step, device_kind=args.device, layout=layout)
+    return megatron_embedder(load, step=args.ckpt_step, device_kind=args.device, layout=layout)
 
 
 def check_bert_tokenizer(config: RetroPreprocessingConfig, embedder: Embedder) -> None:
@@ -317,7 +342,8 @@ def check_bert_tokenizer(config: RetroPreprocessingConfig, embedder: Embedder) -
     kind, file = config.retro_bert_tokenizer_type, config.retro_bert_vocab_file
     if file is None:
         return
-    spec = TokenizerSpec(tokenizer_type=kind or "BertWordPieceLowerCase", vocab_file=file)
+    path = os.path.join(config.project_dir, file)
+    spec = TokenizerSpec(tokenizer_type=kind or "BertWordPieceLowerCase", vocab_file=path)
     tokenizer = create_tokenizer(spec)
     text = " ".join(sorted(tokenizer.vocab)) + " Hello, World! 1,234"
     if tokenizer.cls != embedder.cls or tokenizer.tokenize(text) != embedder.tokenize(text):

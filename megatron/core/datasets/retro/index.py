@@ -104,7 +104,7 @@ class ChunkIndex:
         number of blocks compared by this rank.
         """
         config, count = self.config, 0
-        directories: dict[str, str] = {}
+        directories = {**config.retro_neighbor_dirs}
         for split, entry in vars(datasets).items():
             if entry is None:
                 continue
@@ -226,14 +226,8 @@ class ChunkIndex:
 
     @property
     def _directory(self) -> str:
-        config = self.config
-        if not config.retro_index_str:
-            raise ConfigError(
-                "--retro-index-str is missing: give a string of faiss's index factory, such as Flat"
-            )
-        return os.path.join(
-            config.project_dir, "index", config.retro_index_type, config.retro_index_str
-        )
+        kind, text = self.config.retro_index_type, str(self.config.retro_index_str)
+        return os.path.join(self.config.project_dir, "index", kind, text)
 
     @property
     def _empty_path(self) -> str:

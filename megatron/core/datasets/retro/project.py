@@ -17,18 +17,17 @@ import os
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.config.errors import DataError
 from megatron.core.datasets.index_cache import write_atomically
 from megatron.core.datasets.utils import Blend, get_blend_from_list
 
 # Fields that may differ from call to call: no result depends on them.
-_OF_A_CALL = frozenset(
+OF_A_CALL = frozenset(
     "retro_project_dir retro_tasks retro_task_validate retro_bert_batch_size "
     "retro_gpt_data_cache_path retro_index_delete_training_embeddings "
     "retro_index_delete_added_codes".split()
 )
 _PROGRAM = "tools/retro/preprocess_data.py"
-CONFIG_FILE = "config.json"
 T = TypeVar("T")
 
 
@@ -79,16 +78,14 @@ class RetroPreprocessingConfig:
     def blend(self) -> Blend:
         """The data paths, joined to the project's data folder, and their weights."""
         found = get_blend_from_list(self.retro_gpt_data_path)
-        if not found:
-            raise ConfigError("--retro-gpt-data-path is missing: give the corpora of training")
-        data_dir = os.path.join(self.project_dir, "data")
+        assert found, "--retro-gpt-data-path is missing"
+        data_dir = get_gpt_data_dir(self.project_dir)
         return [os.path.join(data_dir, prefix) for prefix in found[0]], found[1]
 
     @property
     def project_dir(self) -> str:
-        """The folder of the project.  Raises ConfigError without one."""
-        if self.retro_project_dir is None:
-            raise ConfigError("--retro-project-dir is missing: give the folder of the project")
+        """The folder of the project."""
+        assert self.retro_project_dir, "--retro-project-dir is missing"
         return self.retro_project_dir
 
     @property
@@ -97,28 +94,33 @@ class RetroPreprocessingConfig:
         return (self.retro_gpt_seq_length or 0) // self.retro_gpt_chunk_length
 
 
+def get_config_path(project_dir: str) -> str:
+    """Return the path of the settings."""
+    return os.path.join(project_dir, "config.json")
+
+
+def get_gpt_data_dir(project_dir: str) -> str:
+    """Return the folder that relative data paths start in."""
+    return os.path.join(project_dir, "data")
+
+
 def load_project(project_dir: str) -> RetroPreprocessingConfig:
     """Read config.json.  Raises DataError if it is missing or holds other settings."""
-    path = os.path.join(project_dir, CONFIG_FILE)
+    path = get_config_path(project_dir)
     saved = read_json(path, dict, f"run {_PROGRAM} with this --retro-project-dir first")
-    paths = saved.pop("retro_gpt_data_path", None)
-    saved["retro_gpt_data_path"] = None if paths is None else tuple(paths)
     try:
-        return RetroPreprocessingConfig(**{**saved, "retro_project_dir": project_dir})
-    except TypeError as error:
+        paths = tuple(saved.pop("retro_gpt_data_path"))
+        saved |= {"retro_project_dir": project_dir, "retro_gpt_data_path": paths}
+        return RetroPreprocessingConfig(**saved)
+    except (KeyError, TypeError) as error:
         raise DataError(f"{path} is of another version ({error}): begin another project") from error
 
 
 def save_project(config: RetroPreprocessingConfig) -> None:
-    """Write config.json.  Raises ConfigError if the project was begun with other settings."""
-    path = os.path.join(config.project_dir, CONFIG_FILE)
-    if os.path.exists(path):
-        before = load_project(config.project_dir)
-        ConfigError.raise_for(differences(before, config))
-        dirs = {**before.retro_neighbor_dirs, **config.retro_neighbor_dirs}
-        config = dataclasses.replace(config, retro_neighbor_dirs=dirs)
+    """Write config.json."""
     values = dataclasses.asdict(config)
-    write_json(path, {name: value for name, value in values.items() if name not in _OF_A_CALL})
+    kept = {name: value for name, value in values.items() if name not in OF_A_CALL}
+    write_json(get_config_path(config.project_dir), kept)
 
 
 def read_json(path: str, kind: type[T], cure: str) -> T:
@@ -139,22 +141,3 @@ def write_json(path: str, value: object) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     text = json.dumps(value, indent=1) + "\n"
     write_atomically(path, lambda file: file.write(text.encode()))
-
-
-def differences(before: RetroPreprocessingConfig, now: RetroPreprocessingConfig) -> list[str]:
-    """Return one message for each setting of the project that ``now`` changes."""
-    names = vars(now).keys() - _OF_A_CALL - {"retro_neighbor_dirs"}
-    return [
-        f"{flag_of(name)} {vars(now)[name]}: the project {before.retro_project_dir} was begun with "
-        f"{vars(before)[name]}; give this value, or another --retro-project-dir"
-        for name in sorted(names)
-        if vars(now)[name] != vars(before)[name]
-    ]
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a field of the config."""
-    if name == "retro_bert_load":
-        return "--load"
-    switch = "no-" if name.startswith("retro_index_delete") else ""
-    return f"--{switch}{name.replace('_', '-')}"
