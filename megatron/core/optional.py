@@ -41,6 +41,7 @@ _EXTRA = {
     "yaml": "yaml",
     "nvidia_resiliency_ext": "ft",
     "PIL": "images",
+    "megatron.energon": "energon",
     "h11": "serve",
     "jinja2": "serve",
     "llguidance": "serve",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -10,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.config.errors import DataError
+from megatron.core.datasets.tar_shards import TarSample
+from megatron.training.data.energon import content_of as of_energon
 from megatron.training.tokenizer.multimodal_tokenizer import qwen2p0_custom_template
 from tests.support import selection, tolerances
 from tests.support.ranks import run_ranks
@@ -44,10 +49,10 @@ def picture(width: int, height: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-def write_shard(path: Path, *, broken: bool) -> None:
+def write_shard(path: Path, *, broken: bool, first: int = 0) -> None:
     """Conversations with one image of one or three tiles, each fifth without an image."""
     with tarfile.open(path, "w") as tar:
-        for n in range(30):
+        for n in range(first, first + 30):
             files = {"txt": f"the number is {n}".encode()}
             if n % 5:
                 files["png"] = picture(12 if n % 2 else 30, 12, n)
@@ -132,3 +137,46 @@ def test_a_text_tokenizer_is_refused(flags: list[str]) -> None:
     given.remove("--mock-data")
     (said,) = run_ranks(refusal, 1, given)
     assert "use --tokenizer-type MultimodalTokenizer" in said
+
+
+@pytest.fixture(scope="module")
+def energon(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a run on a prepared Energon dataset of captions, with a broken sample."""
+    prepare = pytest.importorskip("megatron.energon.tools.prepare")
+    folder = tmp_path_factory.mktemp("energon")
+    for i in range(3):
+        write_shard(folder / f"shard-{i}.tar", broken=i == 0, first=30 * i)
+    words = "--non-interactive --split-ratio 2,1,0 --sample-type CrudeWebdataset --num-workers 1"
+    prepare.command.main([str(folder), *words.split()], standalone_mode=False)
+    at = flags.index("--data-path") + 1
+    external = "--dataloader-type external --eval-iters 1".split()
+    return [*flags[:at], str(folder), *flags[at + 1 :], *external]
+
+
+@pytest.mark.feature("Data: Energon's datasets, whose position is restored exactly")
+def test_a_run_on_energon_goes_on_with_the_next_sample(tmp_path: Path, energon: list[str]) -> None:
+    given = energon
+    whole = run_gpt(tmp_path / "whole", *given, base=base_flags(), world_size=2)
+    states = ["--dataloader-save", str(tmp_path / "states"), "--save", str(tmp_path / "ck")]
+    stop = [*states, "--exit-interval", "2"]
+    first = run_gpt(tmp_path / "a", *given, *stop, base=base_flags(), world_size=2)
+    again = [*given, *states, "--load", str(tmp_path / "ck")]
+    rest = run_gpt(tmp_path / "b", *again, base=base_flags(), world_size=2)
+    assert losses(first) + losses(rest) == losses(whole)
+    assert len(set(losses(whole))) == 4
+    shutil.rmtree(tmp_path / "states")
+    (said,) = run_ranks(refusal, 1, [*base_flags(), *again])
+    assert "--dataloader-save has no " in said
+
+
+def test_every_sample_type_of_energon_has_a_text_and_an_image() -> None:
+    energon = pytest.importorskip("megatron.energon")
+    data = picture(12, 12, 0)
+    keys = {"__key__": "s", "__restore_key__": ()}
+    caption = energon.CaptioningSample(**keys, image=data, caption="a dog")
+    assert of_energon(caption) == TarSample("s", [data], text=b"a dog")
+    asked = energon.VQASample(**keys, image=data, context="what?", answers=["a dog", "a cat"])
+    turns = json.loads(of_energon(asked).json or b"")["conversations"]
+    assert [turn["value"] for turn in turns] == ["<image>\nwhat?", "a dog"]
+    with pytest.raises(DataError, match="is a TextSample of Energon"):
+        of_energon(energon.TextSample(**keys, text="a dog"))

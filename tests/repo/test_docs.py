@@ -68,6 +68,7 @@ def test_the_extras_of_the_readme_and_of_missing_packages_are_those_that_pip_kno
 _DISTRIBUTIONS = {
     "PIL": "pillow",
     "faiss": "faiss-cpu",
+    "megatron": "megatron-energon",
     "multistorageclient": "multi-storage-client",
     "yaml": "pyyaml",
 }

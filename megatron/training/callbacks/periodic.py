@@ -15,7 +15,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.all_ranks import SaveFailed
 from megatron.core.parallel.collectives import all_gather_json
-from megatron.training.checkpointing.paths import checkpoint_folder
+from megatron.training.data.loaders import state_path
 from megatron.training.fault_tolerance import sections
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.process.signals import StopSignal
@@ -305,9 +304,7 @@ def save_loader_state(run: TrainingRun, loader: Any) -> None:
     is_reader = groups.tp.rank() == 0 and groups.pp.rank() == 0 and groups.cp.rank() == 0
     if folder is None or loader is None or not is_reader:
         return
-    stage = "mp_rank_00" + ("_000" if groups.pp.size() > 1 else "")
-    name = f"train_dataloader_dprank{groups.dp.rank():03d}.pt"
-    path = Path(checkpoint_folder(folder, run.state.iteration)) / stage / name
+    path = state_path(run, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:

@@ -38,15 +38,15 @@ class DataConfig:
     dataloader_type: str = option(
         "single",
         "Order of samples: single (once through), cyclic (shuffled each epoch) or external "
-        "(the program's own loader); single if not given.",
+        "(Energon's loader of --data-path, or the program's own); single if not given.",
         group="training",
         default=None,
         choices=("single", "cyclic", "external"),
     )
     dataloader_save: str | None = _data(
         None,
-        "Directory for the state of the program's own loader (--dataloader-type external): its "
-        "save_state() is written with each checkpoint.",
+        "Directory for the state of Energon's or the program's own loader (--dataloader-type "
+        "external), written with each checkpoint; Energon's is restored from it.",
     )
     data_path: tuple[str, ...] | None = _data(
         None,

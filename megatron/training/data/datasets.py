@@ -25,6 +25,7 @@ from megatron.core.packed_seq_params import PackedBounds
 from megatron.training.arguments.rules.rule import Settings
 from megatron.training.arguments.rules.training import SCHEDULE_LENGTHS
 from megatron.training.config.data import DATASETS, parse_iterations
+from megatron.training.data.energon import build_loaders
 from megatron.training.data.loaders import (
     agree_on,
     blend_of_phase,
@@ -32,7 +33,7 @@ from megatron.training.data.loaders import (
     reads_data,
 )
 from megatron.training.models.kind import ModelImplementation
-from megatron.training.models.registry import implementation_of
+from megatron.training.models.registry import implementation_of, model_kind_of
 from megatron.training.preprocess.corpus import CorpusSource, sources_of, start
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.context import RunContext
@@ -55,6 +56,9 @@ def build_datasets(run: RunContext, num_samples: Sequence[int | None]) -> tuple[
     """
     data, kind = run.config.data, implementation_of(run.config)
     if data.dataloader_type == "external":
+        if model_kind_of(run.config).reads_images and data.data_path:
+            reads = reads_data(run)
+            return build_loaders(run, _dataset_config(run)) if reads else (None, None, None)
         raise ConfigError(
             "--dataloader-type external is for programs that bring their own loaders, and this one "
             "builds data sets: use single or cyclic"

@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
 from megatron.core.datasets.utils import Blend, get_blend_from_list
+from megatron.core.dist_checkpointing.folders import folder_name
 from megatron.core.rerun.state_machine import RerunDataIterator
 from megatron.core.text_files import read_text
 from megatron.training.config.data import DataConfig
@@ -280,6 +282,13 @@ def joined_tensors(run: RunContext) -> tuple[str, ...]:
     return tuple(
         name for name, spec in table.items() if isinstance(spec, TensorSpec) and spec.is_joined
     )
+
+
+def state_path(run: RunContext, folder: str) -> Path:
+    """Return the file of --dataloader-save for this data-parallel rank, as Megatron-LM names it."""
+    stage = "mp_rank_00" + ("_000" if run.groups.pp.size() > 1 else "")
+    name = f"train_dataloader_dprank{run.groups.dp.rank():03d}.pt"
+    return Path(folder, folder_name(run.state.iteration), stage, name)
 
 
 def _external(run: RunContext, train: Any, valid: Any, test: Any) -> TrainingData:
