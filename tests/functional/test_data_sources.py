@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from megatron.core.dist_checkpointing import CheckpointReader
+from megatron.training.checkpointing.load import BLENDS
 from tests.support.chat_templates import write_chat_tokenizer, write_conversations
 from tests.support.dataset_files import numbered, write
 from tests.support.ranks import run_ranks
-from tests.support.runs import TINY, refusal, run_gpt
+from tests.support.runs import TINY, heard, refusal, run_gpt
 
 ON_FILES = [flag for flag in TINY if flag != "--mock-data"]
 
@@ -135,3 +137,29 @@ class TestLossBySource:
         assert min(counts) > 0
         mean = sum(map(operator.mul, counts, losses)) / sum(counts)
         assert mean == pytest.approx(line["interval"]["lm loss"], rel=0.02)
+
+
+class TestChangedBlends:
+    def test_a_resume_with_other_weights_says_what_changes_in_the_stream(
+        self, prefixes: list[str], tmp_path: Path
+    ) -> None:
+        low, high = prefixes
+        save = ["--save", str(tmp_path / "ck"), "--load", str(tmp_path / "ck"), "--eval-iters", "0"]
+        first = ["--data-path", "3", low, "1", high, "--exit-interval", "2"]
+        run_ranks(heard, 1, [*ON_FILES, *first, *save])
+        again = ["--data-path", "1", low, "1", high, "--exit-interval", "3"]
+        ((said, complaint),) = run_ranks(heard, 1, [*ON_FILES, *again, *save])
+        assert complaint == ""
+        text = "\n".join(said)
+        assert "after 16 samples (iteration 2); sample 16 is the next one, of the new blend" in text
+        assert (
+            f"{low}: 75 % -> 50 %, continues at about its sample 8; 12 were read, 4 are repeated"
+            in text
+        )
+        assert f"{high}: 25 % -> 50 %, continues at about its sample 8; 4 were read, 4 are" in text
+        with CheckpointReader(tmp_path / "ck" / "iter_0000003") as reader:
+            history = reader.common()["args"][BLENDS]
+        assert [entry["iteration"] for entry in history] == [0, 2]
+        assert history[1]["phases"] == [{"begins": 0, "shares": {low: 0.5, high: 0.5}}]
+        ((said, _),) = run_ranks(heard, 1, [*ON_FILES, *again, *save, "--exit-interval", "4"])
+        assert "blend of the training data" not in "\n".join(said)

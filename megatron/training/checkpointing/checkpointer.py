@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel.frozen_weight import StoredFormat
 from megatron.training.arguments.config_file import write_config
 from megatron.training.checkpointing.base_model import identify, of_adapters
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
-from megatron.training.checkpointing.load import load_run
+from megatron.training.checkpointing.load import BLENDS, load_run
 from megatron.training.checkpointing.non_persistent import keeps_parts, transient
 from megatron.training.checkpointing.paths import checkpoint_folder
 from megatron.training.checkpointing.save import (
@@ -104,6 +104,7 @@ class Checkpointer:
         run.state.load(dict(loaded.counters))
         self._forget_unsaved_best(run)
         run.objective.saved = loaded.objective_state
+        run.blends = list(loaded.blends)
         self.loaded_from = loaded.folder
         exit_report.note(loaded_iteration=loaded.iteration, iteration=loaded.iteration)
         if loaded.iteration > 0 or not run.config.checkpoint.moe_use_upcycling:
@@ -326,7 +327,7 @@ class Checkpointer:
 def _asked(run: RunContext, options: CheckpointConfig) -> Arguments:
     """Return the parsed command line; for Megatron-LM's formats with its derived arguments."""
     if not FORMATS[options.ckpt_format].is_foreign:
-        return run.config.asked
+        return {**run.config.asked, **({BLENDS: run.blends} if run.blends else {})}
     # Functions are omitted: their text would contain an address of this process.
     values = vars(legacy_namespace(run))
     asked = {name: value for name, value in values.items() if not callable(value)}

@@ -9,7 +9,7 @@ with the same result or the same error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -107,8 +107,10 @@ class Loaded:
     base: BaseModel | None = None  # of adapters
     started_from: str | None = None  # folder of the weights that the run started from
     objective_state: JsonObject | None = None  # see ObjectiveState
+    blends: Sequence[JsonObject] = ()  # see RunContext
 
 
+BLENDS = "blends of training data"  # beside the flags of the command line
 _REWARD_MODEL = "reward_model"  # --reward-model
 _REWARD_HEAD = "score.weight"
 _BEST_METRIC = "best_metric"  # --best-metric
@@ -363,6 +365,7 @@ def _restore(
         objective_state=common.get("objective_state"),
         folder=folder,
         started_from=started_from(common),
+        blends=found if isinstance(found := common["args"].get(BLENDS), list) else (),
     )
 
 

@@ -24,13 +24,14 @@ from megatron.core.datasets.utils import Blend
 from megatron.core.packed_seq_params import PackedBounds
 from megatron.training.arguments.rules.rule import Settings
 from megatron.training.arguments.rules.training import SCHEDULE_LENGTHS
-from megatron.training.config.data import DATASETS, parse_iterations
+from megatron.training.config.data import DATASETS
 from megatron.training.data.energon import build_loaders
 from megatron.training.data.loaders import (
     agree_on,
     blend_of_phase,
     get_blend_and_blend_per_split,
     reads_data,
+    train_blends,
 )
 from megatron.training.models.kind import ModelImplementation
 from megatron.training.models.registry import implementation_of, model_kind_of
@@ -97,6 +98,7 @@ def _build_phases(
     """Build the training data of each phase that is not over; the other sets are of the first."""
     data = run.config.data
     batch = run.batches.global_batch_size_wanted
+    blends, starts = train_blends(run)
     total, *others = num_samples
     assert total is not None, "checks require iterations"
     if (read := run.state.consumed_train_samples) != (wanted := run.state.iteration * batch):
@@ -104,16 +106,15 @@ def _build_phases(
             f"--global-batch-size {batch}: the checkpoint has read {read} samples, not {wanted}: "
             "its phases of --phase-transition-iterations began elsewhere; keep its batch size"
         )
-    starts = [0, *(i * batch for i in parse_iterations(data.phase_transition_iterations))]
     ends = [*starts[1:], max(total, starts[-1] + 1)]
-    paths = data.phase_data_args_path
     sets: list[Any] = []
     rest: list[Any] = [None, None]
     for phase, (first, end) in enumerate(zip(starts, ends, strict=True)):
         is_over = phase < len(starts) - 1 and end <= run.state.consumed_train_samples
         sizes = [0 if is_over else end - first, *(others if phase == 0 else (0, 0))]
-        blend = blend_of_phase(paths[phase]) if paths else config.blend
-        settings = replace(config, blend=blend, has_exact_shares=phase < len(starts) - 1)
+        has_exact_shares = phase < len(starts) - 1
+        blend = blends[phase] if data.phase_data_args_path else config.blend
+        settings = replace(config, blend=blend, has_exact_shares=has_exact_shares)
         train, *more = BlendedMegatronDatasetBuilder(
             GPTDataset, sizes, lambda: reads, settings
         ).build()

@@ -32,7 +32,8 @@ from megatron.core.datasets.utils import Blend, get_blend_from_list
 from megatron.core.dist_checkpointing.folders import folder_name
 from megatron.core.rerun.state_machine import RerunDataIterator
 from megatron.core.text_files import read_text
-from megatron.training.config.data import DataConfig
+from megatron.training.config.data import DataConfig, parse_iterations
+from megatron.training.data.blend_history import note_blend
 from megatron.training.models.kind import BatchTable, DocumentSpec, TensorSpec
 from megatron.training.models.registry import implementation_of
 from megatron.training.process.exit_report import in_phase
@@ -134,6 +135,7 @@ def build_data(run: RunContext, provider: Provider) -> TrainingData:
         return _external(run, train, valid, test)
     mean = mean_row_tokens(train)
     run.sources = _sources_of(run)
+    note_blend(run, *train_blends(run))
     if run.sources is not None:
         train = _map_sets(run.sources.add_ids, train)
         valid, test = _map_sets(WithSources, [valid, test])
@@ -159,14 +161,22 @@ def build_data(run: RunContext, provider: Provider) -> TrainingData:
     )
 
 
+def train_blends(run: RunContext) -> tuple[list[Blend | None], list[int]]:
+    """Return the blend of the training data of each phase, and the phase's first sample."""
+    data = run.config.data
+    batch = run.batches.global_batch_size_wanted
+    starts = [0, *(i * batch for i in parse_iterations(data.phase_transition_iterations))]
+    if files := data.phase_data_args_path:
+        return [*map(blend_of_phase, files)], starts
+    blend, per_split = get_blend_and_blend_per_split(data)
+    return [per_split[0] if per_split else blend] * len(starts), starts
+
+
 def _sources_of(run: RunContext) -> SourceLosses | None:
     """Return the counts of the sources of --log-loss-by-source; None for less than two sources."""
-    data = run.config.data
     if not run.config.logging.log_loss_by_source:
         return None
-    blend, per_split = get_blend_and_blend_per_split(data)
-    blends = [per_split[0] if per_split else blend]
-    blends += map(blend_of_phase, data.phase_data_args_path or ())
+    blends, _ = train_blends(run)
     paths = list(dict.fromkeys(path for each in blends if each for path in each[0]))
     if len(paths) < 2:
         print_rank_0("--log-loss-by-source has no effect: the training data has one source")

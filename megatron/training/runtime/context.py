@@ -121,6 +121,8 @@ class RunContext:
     samples_of_epochs: int | None = None  # with --epochs
     state: TrainState = field(default_factory=TrainState)
     objective: ObjectiveState = field(default_factory=ObjectiveState)
+    # The blends of the training data, each from the iteration on that it names; saved.
+    blends: list[JsonObject] = field(default_factory=list)
     sources: SourceLosses | None = None  # with --log-loss-by-source and a blend
 
     @property
