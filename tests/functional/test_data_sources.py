@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.core.dist_checkpointing import CheckpointReader
@@ -13,7 +15,7 @@ from megatron.training.checkpointing.load import BLENDS
 from tests.support.chat_templates import write_chat_tokenizer, write_conversations
 from tests.support.dataset_files import numbered, write
 from tests.support.ranks import run_ranks
-from tests.support.runs import TINY, heard, refusal, run_gpt
+from tests.support.runs import TINY, heard, losses, refusal, run_gpt
 
 ON_FILES = [flag for flag in TINY if flag != "--mock-data"]
 
@@ -163,3 +165,24 @@ class TestChangedBlends:
         assert history[1]["phases"] == [{"begins": 0, "shares": {low: 0.5, high: 0.5}}]
         ((said, _),) = run_ranks(heard, 1, [*ON_FILES, *again, *save, "--exit-interval", "4"])
         assert "blend of the training data" not in "\n".join(said)
+
+
+@pytest.mark.feature("Data: text gives the same samples at any number of ranks and after a kill")
+def test_text_gives_one_stream_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    text = tmp_path / "some text.jsonl"
+    documents = [random.integers(0, 100, random.integers(5, 60)).tolist() for _ in range(200)]
+    lines = (json.dumps({"text": " ".join(map(str, document))}) for document in documents)
+    text.write_text("\n".join(lines))
+    flags = ["--data-path", str(text), "--data-cache-path", str(tmp_path / "cache")]
+    flags += ["--eval-iters", "0", "--save", str(tmp_path / "ck"), "--save-interval", "2"]
+    monkeypatch.setenv("FAULTS", "step.updated:kill:step4")
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run_gpt(tmp_path, *flags, base=ON_FILES)
+    monkeypatch.delenv("FAULTS")
+    killed = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    load = ["--load", str(tmp_path / "ck")]
+    rest = run_gpt(tmp_path / "two", *flags, *load, base=ON_FILES, world_size=2)
+    whole = run_gpt(tmp_path / "four", *flags[:6], base=ON_FILES, world_size=4)
+    assert losses(killed)[:2] + losses(rest) == pytest.approx(losses(whole), rel=1e-5)
+    assert len(set(losses(whole))) == 4

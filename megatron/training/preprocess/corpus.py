@@ -8,6 +8,7 @@ shard.  A directory of shards belongs to its input files, key and tokenizer.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import json
@@ -129,6 +130,8 @@ def start(
     for source in left:
         try:
             os.makedirs(source.directory, exist_ok=True)
+            if not os.access(source.directory, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             raise DataError(
                 f"cannot write {source.directory}: {error.strerror}; name a writable directory "
@@ -220,7 +223,13 @@ class _Writer:
                 part = list(self._encoded(islice(pairs, size)))
                 if not part:
                     break
-                self._write_shard(part)
+                try:
+                    self._write_shard(part)
+                except OSError:
+                    # On a full disk, the record of the error needs the space.
+                    for unfinished in Path(source.directory).glob("*.tmp"):
+                        unfinished.unlink()
+                    raise
                 yield
         progress.is_complete = True
         progress.write(source.directory)

@@ -8,6 +8,7 @@ not grow with the file; other binary files are refused.
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import json
@@ -172,12 +173,13 @@ class Block:
     data: bytes | None = None
 
     def read(self) -> bytes:
-        """Return the bytes of the block."""
-        if self.data is not None:
-            return self.data
-        with open(self.path, "rb") as file:
-            file.seek(self.start)
-            return file.read(self.end - self.start)
+        """Return the bytes of the block, without a byte order mark at the start of its file."""
+        data = self.data
+        if data is None:
+            with open(self.path, "rb") as file:
+                file.seek(self.start)
+                data = file.read(self.end - self.start)
+        return data.removeprefix(codecs.BOM_UTF8) if self.start == 0 else data
 
 
 def find_inputs(pattern: str, flag: str = "--input") -> list[str]:

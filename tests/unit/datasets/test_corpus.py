@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
+import gzip
 import json
 import os
 import pickle
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -205,6 +208,42 @@ class TestShards:
             opened.shard(0)
         tokenize([source], tokenizer, 1)
         assert opened.shard(0) is not None
+
+    def test_a_full_disk_has_space_for_the_record_of_the_error(
+        self, text: Path, tokenizer: MegatronTokenizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source = source_of(text, tokenizer)
+
+        def full(*_: object) -> None:
+            assert list(Path(source.directory).glob("*.bin.tmp"))
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(writer.IndexedDatasetBuilder, "finalize", full)
+        opened = Corpus(source.directory, source.path)
+        tokenize([source], tokenizer, 1)
+        assert not list(Path(source.directory).glob("*.tmp"))
+        with pytest.raises(DataError, match="cannot be tokenized: .*No space left on device"):
+            opened.shard(0)
+
+    def test_a_directory_that_cannot_be_written_is_named(
+        self, text: Path, tokenizer: MegatronTokenizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source = source_of(text, tokenizer)
+        monkeypatch.setattr(writer.os, "access", lambda path, mode: False)
+        spec = TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY)
+        with pytest.raises(DataError, match="cannot write .*Permission denied; name a writable"):
+            start([source], spec, 1)
+
+    @pytest.mark.parametrize("compress", [bytes, gzip.compress])
+    def test_byte_order_mark_and_carriage_returns_are_no_text(
+        self, text: Path, tokenizer: MegatronTokenizer, compress: Callable[[bytes], bytes]
+    ) -> None:
+        content = codecs.BOM_UTF8 + text.read_bytes().replace(b"\n", b"\r\n")
+        name = "of windows.jsonl" + (".gz" if compress is gzip.compress else "")
+        (text.parent / name).write_bytes(compress(content))
+        sources = [source_of(text, tokenizer), source_of(text.parent / name, tokenizer)]
+        tokenize(sources, tokenizer, 1)
+        assert (tokens_of(sources[0].directory) == tokens_of(sources[1].directory)).all()
 
     def test_changed_input_is_refused(self, text: Path, tokenizer: MegatronTokenizer) -> None:
         source = source_of(text, tokenizer)
