@@ -6,6 +6,7 @@
     python tools/inspect_data.py lengths --data-path a_text_document b_text_document \\
         --output lengths.png
     python tools/inspect_data.py duplicates --data-path a_text_document b_text_document
+    python tools/inspect_data.py near-duplicates --similarity 0.8 --data-path a_text_document
 
 `sample` shows what training reads: each part with its origin, and the tokens without loss between
 {- and -}.  Its order is that of a run with the same data flags, seed and number of samples.
@@ -42,6 +43,8 @@ from megatron.training.tokenizer.base import MegatronTokenizer, TokenizerSpec
 from megatron.training.tokenizer.tokenizer import create_tokenizer
 
 _SHOWN = 10  # groups of duplicates that are listed
+_PHRASE = 5  # tokens
+_PERMUTATIONS = 128  # of a MinHash; its error is about 1 / sqrt of it
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -49,12 +52,20 @@ def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=("sample", "document", "lengths", "duplicates"))
+    parser.add_argument(
+        "action", choices=("sample", "document", "lengths", "duplicates", "near-duplicates")
+    )
     parser.add_argument("numbers", nargs="*", type=int, help="of samples or documents, from 0")
     parser.add_argument(
         "--data-path", nargs="+", required=True, help="prefixes, with or without weights"
     )
     parser.add_argument("--output", metavar="PNG", help="draw a histogram of the lengths")
+    parser.add_argument(
+        "--similarity",
+        type=float,
+        default=0.8,
+        help="smallest share of common 5-token phrases that makes documents near duplicates",
+    )
     group = parser.add_argument_group("order of samples, as in training")
     group.add_argument("--seq-length", type=int, default=1024, help="tokens of a sample")
     group.add_argument("--train-samples", type=int, help="samples of the run; one epoch if missing")
@@ -80,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_lengths(blend[0], args.output)
     elif args.action == "duplicates":
         print_duplicates(blend[0])
+    elif args.action == "near-duplicates":
+        print_near_duplicates(blend[0], args.similarity)
     else:
         if args.tokenizer_type is None:
             raise ConfigError("--tokenizer-type is needed to show tokens as text: give it")
@@ -214,9 +227,51 @@ def print_duplicates(prefixes: Sequence[str]) -> None:
         f"{repeated:,} of {num_documents:,} documents repeat an earlier one "
         f"({repeated_tokens:,} of {num_tokens:,} tokens)"
     )
+    _print_groups(groups, "equal")
+
+
+def print_near_duplicates(prefixes: Sequence[str], similarity: float) -> None:
+    """Print which documents have about ``similarity`` of their phrases in common (MinHash, LSH).
+
+    A document belongs to the first earlier one that is similar and begins a group.
+    """
+    if not 0 < similarity < 1:
+        raise ConfigError(f"--similarity {similarity:g}: use a share above 0 and below 1")
+    datasketch = require("datasketch", "tools/inspect_data.py near-duplicates")
+    index = datasketch.MinHashLSH(threshold=similarity, num_perm=_PERMUTATIONS)
+    sketches: list[Any] = []  # of the first document of each group
+    groups: list[list[tuple[str, int]]] = []
+    num_documents = 0
+    for prefix in prefixes:
+        for number, tokens in enumerate(_documents(prefix)):
+            num_documents += 1
+            if not len(tokens):
+                continue
+            values = np.ascontiguousarray(tokens, np.int64)
+            windows = np.lib.stride_tricks.sliding_window_view(values, min(len(values), _PHRASE))
+            sketch = datasketch.MinHash(_PERMUTATIONS)
+            sketch.update_batch([window.tobytes() for window in windows])
+            similar = [
+                first
+                for first in map(int, index.query(sketch))
+                if sketch.jaccard(sketches[first]) >= similarity
+            ]
+            if similar:
+                groups[min(similar)].append((prefix, number))
+                continue
+            index.insert(str(len(groups)), sketch)
+            sketches.append(sketch)
+            groups.append([(prefix, number)])
+    found = sorted((g for g in groups if len(g) > 1), key=len, reverse=True)
+    near = sum(len(group) - 1 for group in found)
+    print(f"{near:,} of {num_documents:,} documents are similar to an earlier one")
+    _print_groups(found, "similar")
+
+
+def _print_groups(groups: Sequence[Sequence[tuple[str, int]]], what: str) -> None:
     for group in groups[:_SHOWN]:
         named = ", ".join(f"{prefix} {number}" for prefix, number in group[:5])
-        print(f"  {len(group)} equal documents: {named}{', ...' if len(group) > 5 else ''}")
+        print(f"  {len(group)} {what} documents: {named}{', ...' if len(group) > 5 else ''}")
 
 
 def _documents(prefix: str) -> Iterator[np.ndarray]:

@@ -36,6 +36,7 @@ _EXTRA = {
     "zstandard": "data",
     "pyarrow": "data",
     "nltk": "data",
+    "datasketch": "data",
     "boto3": "s3",
     "multistorageclient": "s3",
     "yaml": "yaml",

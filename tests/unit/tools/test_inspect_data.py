@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.core.config.errors import ConfigError
@@ -107,11 +108,28 @@ def test_duplicates_are_found_within_and_across_files(
     assert f"  2 equal documents: {prefixes[1]} 1, {prefixes[1]} 2" in lines
 
 
+def test_near_duplicates_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("datasketch")
+    random = np.random.default_rng(0)
+    first, other = (random.integers(0, 50_000, 400).tolist() for _ in range(2))
+    nearly = [*first[:200], 7, *first[201:]]  # of 5-token phrases, 5 of 396 differ
+    half = [*first[:200], *other[200:]]
+    prefix = write(tmp_path / "data", [first, other, nearly, half, [], [1, 2], [1, 2]])
+    main(["near-duplicates", "--data-path", prefix])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "2 of 7 documents are similar to an earlier one"
+    assert f"  2 similar documents: {prefix} 0, {prefix} 2" in said
+    assert f"  2 similar documents: {prefix} 5, {prefix} 6" in said
+    main(["near-duplicates", "--similarity", "0.25", "--data-path", prefix])
+    assert f"  3 similar documents: {prefix} 0, {prefix} 2, {prefix} 3" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["sample", "--data-path", "x"], "sample needs the numbers"),
         (["document", "3", "--data-path", "x"], "--tokenizer-type is needed"),
+        (["near-duplicates", "--similarity", "1", "--data-path", "x"], "--similarity 1: use a"),
     ],
 )
 def test_wrong_calls_are_answered(words: list[str], message: str) -> None:
