@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -29,6 +29,7 @@ from megatron.core.config.errors import DataError, MegatronError
 from megatron.core.datasets.corpus import CorpusProgress, alive_path, shard_prefix
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import DType, get_bin_path, get_idx_path
+from megatron.core.datasets.object_storage_utils import RangeReader, is_object_storage_path
 from megatron.training.config.data import TEXT_ENDS, DataConfig
 from megatron.training.preprocess.documents import (
     BLOCK_BYTES,
@@ -63,9 +64,25 @@ class CorpusSource:
 
     def key(self) -> dict[str, Any]:
         """Return what must not change under the shards."""
-        stats = map(os.stat, self.inputs)
-        files = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
+        if is_object_storage_path(self.path):
+            files = [[RangeReader(url).num_bytes] for url in self.inputs]
+        else:
+            files = [[stat.st_size, stat.st_mtime_ns] for stat in map(os.stat, self.inputs)]
         return {"inputs": list(self.inputs), "files": files}
+
+    @contextmanager
+    def local_inputs(self) -> Iterator[list[str]]:
+        """Return paths of the input files, for the block; objects are copied for its time."""
+        if not is_object_storage_path(self.path):
+            yield [*self.inputs]
+            return
+        copies = [os.path.join(self.directory, os.path.basename(url)) for url in self.inputs]
+        for url, copy in zip(self.inputs, copies, strict=True):
+            RangeReader(url).download(copy + ".tmp")
+            os.replace(copy + ".tmp", copy)
+        yield copies
+        for copy in copies:
+            os.remove(copy)
 
 
 def sources_of(
@@ -80,9 +97,15 @@ def sources_of(
     tokens = Fingerprint.of(tokenizer).sha256 if found else ""
     sources = []
     for path in found:
-        inputs = tuple(map(os.path.abspath, _files_of(path)))
+        is_remote = is_object_storage_path(path)
+        inputs = (path,) if is_remote else tuple(map(os.path.abspath, _files_of(path)))
         words = json.dumps([inputs, data.data_text_key, tokens])
         name = f"corpus-{hashlib.sha256(words.encode()).hexdigest()[:24]}"
+        if is_remote and data.data_cache_path is None:
+            raise DataError(
+                f"--data-path {path} lies in object storage: name a directory for its tokens with "
+                "--data-cache-path"
+            )
         beside = os.path.dirname(inputs[0])
         directory = os.path.join(data.data_cache_path or os.path.join(beside, "cache"), name)
         source = CorpusSource(
@@ -190,15 +213,20 @@ class _Writer:
     """Writes the shards of one source; `shards` yields after each."""
 
     def __init__(
-        self, source: CorpusSource, tokenizer: MegatronTokenizer, num_workers: int
+        self,
+        source: CorpusSource,
+        tokenizer: MegatronTokenizer,
+        num_workers: int,
+        inputs: Sequence[str] = (),
     ) -> None:
         self.source = source
+        self.inputs = inputs or source.inputs
         self.progress = CorpusProgress.read(source.directory) or CorpusProgress(key=source.key())
         self.record_format = RecordFormat((source.text_key,), keys_flag="--data-text-key")
         self.num_workers = num_workers
         self.dtype = DType.optimal_dtype(tokenizer.vocab_size)
         self.encoder = _TolerantEncoder(
-            encoder=choose_encoder(tokenizer, "auto", source.inputs, self.record_format),
+            encoder=choose_encoder(tokenizer, "auto", self.inputs, self.record_format),
             record_format=self.record_format,
             dtype=self.dtype,
             vocab_size=tokenizer.vocab_size,
@@ -214,9 +242,9 @@ class _Writer:
             return
         progress.error = None
         progress.write(source.directory)
-        separator = self.record_format.separator(source.inputs[0])
+        separator = self.record_format.separator(self.inputs[0])
         with WorkerPool(self.encoder, self.num_workers) as pool:
-            cut = blocks(source.inputs, separator, BLOCK_BYTES)
+            cut = blocks(self.inputs, separator, BLOCK_BYTES)
             pairs = _pairs(islice(cut, progress.next_block, None), pool)
             while True:
                 size = min(2 ** len(progress.num_sequences), _MOST_BLOCKS)
@@ -303,7 +331,10 @@ def _shards_of(
             except BlockingIOError:
                 time.sleep(_POLL_S)
                 yield
-        yield from _Writer(source, tokenizer, num_workers).shards()
+        progress = CorpusProgress.read(source.directory)
+        if progress is None or not progress.is_complete:
+            with source.local_inputs() as inputs:
+                yield from _Writer(source, tokenizer, num_workers, inputs).shards()
 
 
 def _goes_on(source: CorpusSource, shards: Iterator[None]) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +18,14 @@ from megatron.core import optional
 from megatron.core.config.errors import DataError, MissingDependency
 from megatron.core.datasets import object_storage_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.corpus import shard_prefix
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig
+from megatron.training.config.data import DataConfig
+from megatron.training.preprocess.corpus import sources_of, tokenize
+from megatron.training.tokenizer.base import TokenizerSpec
+from megatron.training.tokenizer.tokenizer import create_tokenizer
 from tests.support.dataset_files import config, numbered, write
 
 DOCUMENTS = numbered([3, 5, 2, 7])
@@ -155,6 +162,28 @@ def test_samples_of_a_remote_file_need_a_local_index_cache(s3: FakeS3, tmp_path:
     cached = replace(remote, path_to_cache=str(tmp_path / "cache"))
     sample = build(cached)[0][0]
     assert (sample["labels"][:-1] == sample["tokens"][1:]).all()
+
+
+@pytest.mark.parametrize("scheme", ["s3", "msc"])
+def test_text_is_tokenized_from_a_copy(s3: FakeS3, scheme: str, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": " ".join(map(str, tokens))}) for tokens in DOCUMENTS]
+    remote = tmp_path / "bucket" / "text.jsonl"
+    remote.write_text("\n".join(lines))
+    numbers = TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=100_000)
+    tokenizer = create_tokenizer(numbers)
+    paths = [f"{scheme}://bucket/text.jsonl"]
+    with pytest.raises(DataError, match=r"text\.jsonl lies in object storage: .*--data-cache-path"):
+        sources_of(paths, DataConfig(), tokenizer)
+    flags = DataConfig(data_cache_path=str(tmp_path / "tokens"))
+    (source,) = sources_of(paths, flags, tokenizer)
+    os.makedirs(source.directory)
+    tokenize([source], tokenizer, 1)
+    data = IndexedDataset(shard_prefix(source.directory, 0))
+    assert [s.tolist()[:-1] for s in data[:]] == DOCUMENTS
+    assert not list(Path(source.directory).glob("*.jsonl"))
+    remote.write_text("\n".join(lines[:-1]))
+    with pytest.raises(DataError, match="has changed since its tokens were cached"):
+        sources_of(paths, flags, tokenizer)
 
 
 def build(remote: GPTDatasetConfig) -> list[Any]:
