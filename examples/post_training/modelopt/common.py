@@ -1,7 +1,7 @@
-"""What the programs of this folder share: the command line, the model, rows of data, errors.
+"""Command line, model, rows of data and errors of the programs of this folder.
 
-Names and flags are those of Megatron-LM v0.14's programs, which need nvidia-modelopt; these do not.
-Each program also takes the flags of pretrain_gpt.py.
+The programs have the names and flags of Megatron-LM v0.14's, and do not need nvidia-modelopt.  Each
+also takes the flags of pretrain_gpt.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OWN = (
     *("finetune", "no_load_optim", "no_load_rng", "load_main_params_from_ckpt"),
     *("use_checkpoint_args", "exit_on_missing_checkpoint"),
 )
-# Flags that `open_llm` and its callers read, besides those of the engine.
+# Flags that `open_llm` and its callers read, besides the engine's flags.
 _READ = frozenset(
     "load ckpt_step device tensor_model_parallel_size pipeline_model_parallel_size "
     "expert_model_parallel_size expert_tensor_parallel_size distributed_timeout_minutes seed "
@@ -64,7 +64,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def parse(add: Callable[[argparse.ArgumentParser], object]) -> argparse.Namespace:
-    """Parse the flags that ``add`` adds and those of pretrain_gpt.py.
+    """Parse the flags of pretrain_gpt.py and the flags that ``add`` adds.
 
     --pretrained-model-path, where a program has it, replaces --load.  Raises ConfigError.
     """
@@ -99,6 +99,12 @@ def add_model_path(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_selection(group: argparse._ArgumentGroup, what: str) -> None:
+    """Add the flags of `first` and `with_progress`; ``what``: the rows, for help."""
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
+    group.add_argument("--percentage", type=float, default=1.0, help=f"share of {what}, 0 to 1")
+
+
 def only_weights(args: argparse.Namespace) -> None:
     """Let --load give the architecture and the weights, and nothing of its training."""
     vars(args).update(dict.fromkeys(_OWN, True))
@@ -121,15 +127,15 @@ def open_llm(
 ) -> LLM:
     """Load --load, or ``written`` by this program, to generate in the layout of ``args``.
 
-    Model and tokenizer are those of --load: flags that describe them are announced as without
-    effect.  ``options`` replace those of the engine.  Collective over all ranks.
+    --load determines model and tokenizer: flags that describe them are announced as without
+    effect.  ``options`` replace options of the engine.  Collective over all ranks.
     """
     names = flags_and_defaults()
     given = [n for n in vars(args)[GIVEN] if n in names and not n.startswith("inference_")]
     others = sorted({names[name][0] for name in given if name not in _READ})
     if others and written is None:
         print_rank_0(
-            f"WARNING: {', '.join(others)}: without effect, model and tokenizer are those of --load"
+            f"WARNING: {', '.join(others)}: without effect, --load determines model and tokenizer"
         )
     return LLM.load(
         written or args.load,
@@ -176,7 +182,7 @@ def _download(name: str, split: str, flag: str) -> Path:
     try:
         get = partial(hub.snapshot_download, repo_type="dataset", allow_patterns=patterns)
         return Path(get(name))
-    except Exception as error:  # the library raises those of its HTTP client too
+    except Exception as error:  # the library raises its HTTP client's exceptions too
         raise DataError(
             f"{flag} {name} is no file or folder here, and the Hugging Face hub did not give it: "
             f"{str(error).splitlines()[0]}"

@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # installed or not
 
 from examples.post_training.modelopt.common import (
+    add_selection,
     draft_options,
     first,
     open_llm,
@@ -47,10 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="without effect: drafts are the most probable tokens in sequence",
     )
-    group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
-    group.add_argument(
-        "--percentage", type=float, default=1.0, help="share of --finetune-hf-dataset, 0 to 1"
-    )
+    add_selection(group, "--finetune-hf-dataset")
 
 
 def conversations(args: argparse.Namespace) -> Sequence[Sequence[Message]]:
@@ -90,6 +88,8 @@ def main() -> None:
                 text = found[0].text if found else "-"  # rank 0 has the answer
                 print_rank_0(f"{message}\n{text}")
                 turns.append({"role": "assistant", "content": text})
+        if llm.engine.stats().num_drafts:
+            print_rank_0(llm.engine.stats().drafts)
     llm.shut_down()
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Answer conversations with a checkpoint: MLM_MODEL_LOAD=... generate.sh
-# conf/arguments.sh lists the variables; PROMPTS_PATH, OSL and DRAFT_LEN are those of this script.
+# conf/arguments.sh lists the variables; PROMPTS_PATH, OSL and DRAFT_LEN belong to this script.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/conf/arguments.sh"
 prompts=(${PROMPTS_PATH:+--finetune-hf-dataset "$PROMPTS_PATH"})

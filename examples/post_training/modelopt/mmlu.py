@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # installed or not
 
 from examples.post_training.modelopt.common import (
+    add_selection,
     first,
     open_llm,
     parse,
@@ -56,12 +57,9 @@ class Question:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add Megatron-LM's flags of MMLU; the last two are those of later versions."""
+    """Add Megatron-LM's flags of MMLU; v0.14 does not have the last two."""
     group = parser.add_argument_group("MMLU")
-    group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
-    group.add_argument(
-        "--percentage", type=float, default=1.0, help="share of each subject's questions, 0 to 1"
-    )
+    add_selection(group, "each subject's questions")
     group.add_argument(
         "--lower-bound", type=float, help="fail unless the average is above this share"
     )

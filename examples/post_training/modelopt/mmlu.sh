@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Score a checkpoint on MMLU: MLM_MODEL_LOAD=... MMLU_DATASET=FOLDER mmlu.sh
-# conf/arguments.sh lists the variables; LOWER_BOUND and PERCENTAGE are those of this script.
+# conf/arguments.sh lists the variables; LOWER_BOUND and PERCENTAGE belong to this script.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/conf/arguments.sh"
 bound=(${LOWER_BOUND:+--lower-bound "$LOWER_BOUND"})

@@ -2,7 +2,7 @@
 # Prune a Hugging Face folder or a checkpoint: HF_MODEL_CKPT=... TARGET_NUM_LAYERS=24 prune.sh
 # conf/arguments.sh lists the variables. Sizes: TARGET_FFN_HIDDEN_SIZE, TARGET_HIDDEN_SIZE,
 # TARGET_NUM_ATTENTION_HEADS, TARGET_NUM_QUERY_GROUPS, TARGET_NUM_MOE_EXPERTS, TARGET_NUM_LAYERS, or
-# LAYERS_TO_DROP (such as 3,4). The calibration samples are those of MLM_DATA_ARGS (--data-path ...).
+# LAYERS_TO_DROP (such as 3,4). MLM_DATA_ARGS (--data-path ...) names the calibration samples.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/conf/arguments.sh"
 read -ra flags <<<"${MLM_DATA_ARGS:-}"

@@ -33,7 +33,7 @@ LENGTH = 32  # tokens of an answer
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add Megatron-LM's flags of quantization, and those of calibration."""
+    """Add the flags of calibration and Megatron-LM's flags of quantization."""
     quantization.add_flags(parser)
     group = parser.add_argument_group("quantization")
     add_model_path(group)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Calibrate and quantize: HF_MODEL_CKPT=... CALIB_DATA=texts.jsonl quantize.sh MODEL_NAME RECIPE
 # conf/arguments.sh lists the variables; CALIB_DATA (or MLM_DATA_ARGS="--data-path ..."), CALIB_SIZE,
-# MLM_PROMPTS and MLM_REF_LABEL are those of this script.
+# MLM_PROMPTS and MLM_REF_LABEL belong to this script alone.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/conf/arguments.sh"
 read -ra data <<<"${MLM_DATA_ARGS:-}"

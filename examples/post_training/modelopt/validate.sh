@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Report the acceptance rate of draft heads: MLM_MODEL_LOAD=... PROMPTS_PATH=FILE validate.sh
 # conf/arguments.sh lists the variables; STEPS, OSL, GROUND_TRUTH_PATH and SAVE_GROUND_TRUTH_PATH
-# are those of this script.
+# belong to this script.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/conf/arguments.sh"
 truth=(

@@ -26,7 +26,7 @@ to the model's prediction of the same token among the d tokens.
     draft.output_layer.weight                    [d, h]
     draft.d2t                                    [d] ids of the tokens, if there are fewer than v
 
-``s`` tokens, ``b`` sequences, ``h`` hidden size, ``x/tp`` this rank's part.  Collectives: those of
+``s`` tokens, ``b`` sequences, ``h`` hidden size, ``x/tp`` this rank's part.  Collectives: in
 the layers; Medusa `tokens_ahead` over cp; EAGLE-3 a reduce-scatter of rows [d, h] over tp.
 """
 
@@ -180,7 +180,7 @@ class DraftHeads(MegatronModule):
         return losses
 
     def features(self, hidden: Tensor) -> Tensor:
-        """Return what the first draft is made from, for the final hidden states [N, 1, h]."""
+        """Map the final hidden states [N, 1, h] to the input of the first draft."""
         return hidden
 
 
@@ -197,7 +197,7 @@ class MedusaHead(MegatronModule):
         self.output_layer = _output_layer(model, self.config, model.vocab_size, model.num_tokens)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map hidden states [s, b, h] to those of the output layer."""
+        """Map hidden states [s, b, h] to the output layer's input."""
         return hidden + F.silu(self.linear(hidden)[0])
 
 
@@ -397,7 +397,7 @@ class EagleHead(DraftHeads):
 def aux_layers(num_layers: int) -> tuple[int, int, int]:
     """Return the layers (from 0) whose outputs EAGLE-3 reads: low, middle, high.
 
-    They are those of the paper's code; of a small model first, middle and last.
+    The paper's code reads the same ones; a small model has first, middle and last.
     """
     if num_layers < 7:
         return 0, (num_layers - 1) // 2, num_layers - 1
@@ -456,7 +456,7 @@ def _lengths(packed: PackedSeqParams | None, num_tokens: int) -> tuple[int, ...]
 def _visible(
     mask: AttentionMask | None, lengths: tuple[int, ...], num_rows: int, where: torch.device
 ) -> Tensor:
-    """Return which keys a query sees: [b or 1, 1, s, s], those of its document up to itself."""
+    """Return which keys a query sees, [b or 1, 1, s, s]: its document's up to itself."""
     ends = sequence_ends(lengths, where)
     visible = torch.ones(len(ends), len(ends), dtype=torch.bool, device=where).tril()
     visible = (visible & (ends.unsqueeze(0) == ends.unsqueeze(1)))[None, None]

@@ -1,4 +1,4 @@
-"""Draft heads in folders that vLLM and SGLang read beside that of their model.
+"""Folders of draft heads, which vLLM and SGLang read beside the folder of their model.
 
 EAGLE-3 is a LlamaForCausalLMEagle3: ``fc``, ``midlayer.*``, ``norm``, ``lm_head`` [d, h], ``d2t``
 (for each of its d tokens, id minus place) and ``t2d`` (for each token, whether it is drafted).
@@ -67,7 +67,7 @@ def as_model(args: Arguments) -> JsonObject:
 
 
 def split(weights: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
-    """Return the weights of the model, and those of its heads by their names in the head."""
+    """Return the weights of the model, and the weights of its heads by their names there."""
     model = {name: t for name, t in weights.items() if not name.startswith(_PREFIX)}
     heads = {k.removeprefix(_PREFIX): t for k, t in weights.items() if k not in model}
     return model, heads
@@ -183,7 +183,7 @@ def read(
 
 
 def _rules(num_heads: int) -> dict[str, Rule]:
-    """Return the rules of Medusa, or for 0 heads those of EAGLE-3."""
+    """Return the rules of Medusa, or of EAGLE-3 for 0 heads."""
     if not num_heads:
         return _EAGLE_RULES
     pairs = [

@@ -3,10 +3,10 @@
 #   $1             name of the model; its Hugging Face name stands in for HF_MODEL_CKPT
 #   HF_MODEL_CKPT  Hugging Face folder, or name on the hub (HF_TOKEN is read by its library)
 #   MLM_MODEL_LOAD (or MLM_MODEL_CKPT), MLM_MODEL_SAVE   checkpoints to read and to write
-#   TP PP EP ETP DP  parallel sizes; DP is that of data. All are 1 if not given
+#   TP PP EP ETP DP  parallel sizes; DP: data parallelism. All are 1 if not given
 #   MLM_EXTRA_ARGS further flags
 #   LAUNCH_SCRIPT  command that starts the ranks; torchrun by default
-# The architecture is that of the folder or the checkpoint: there is no file of model arguments.
+# The folder or the checkpoint describes the architecture: there is no file of model arguments.
 MLM_MODEL_CFG=${1:-}
 HF_MODEL_CKPT=${HF_MODEL_CKPT:-$MLM_MODEL_CFG}
 MLM_MODEL_LOAD=${MLM_MODEL_LOAD:-${MLM_MODEL_CKPT:-}}

@@ -78,7 +78,7 @@ class TRTLLMEngineBuilder:
 
 
 class TRTLLMHelper:
-    """Converts weights and configuration of a model to those of TensorRT-LLM."""
+    """Converts a model's weights and configuration to TensorRT-LLM's form."""
 
     build_and_save_engine = staticmethod(TRTLLMEngineBuilder.build_and_save_engine)
 

@@ -56,7 +56,7 @@ class RankMapping:
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """What the arrangement of weights depends on.  ``vocab_size`` is without padding."""
+    """Sizes that determine how weights are arranged.  ``vocab_size`` is without padding."""
 
     config: TransformerConfig
     activation: str
@@ -175,7 +175,7 @@ class SingleDeviceTRTLLMModelWeightsConverter:
 
 
 class DistributedTRTLLMModelWeightsConverter:
-    """Arranges the weights of this rank of a run whose groups are those of `parallel_state`."""
+    """Arranges the weights of this rank of a run that uses the groups of `parallel_state`."""
 
     def __init__(
         self,
