@@ -98,7 +98,8 @@ def quantize_checkpoint(config: RunConfig, *, uses_all_experts: bool = False) ->
     run = ModelRun(**vars(context), model_chunks=chunks, forward_step_func=score)
     run.load()
     for chunk in chunks:
-        attach_quantizers(chunk, recipes)
+        rounds_cache = config.quantization.export_kv_cache_quant
+        attach_quantizers(chunk, recipes, rounds_cache=rounds_cache)
     data = _samples(run, num_samples)
 
     def run_forward() -> None:

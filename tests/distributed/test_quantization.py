@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -199,6 +201,38 @@ def served(rank: int, world_size: int, load: str, is_stored: bool) -> object:
 
 
 STORE = "megatron.inference.generation"
+CACHE = "--export-kv-cache-quant"
+
+
+@pytest.mark.feature("Quantization: keys and values in fp8, trained, served and exported")
+def test_keys_and_values_are_rounded_in_every_layout(trained: Path, tmp_path: Path) -> None:
+    one = calibrated(trained, tmp_path / "one", "int8", CACHE)
+    scales = {k: t for k, t in tensors_of(one).items() if k.endswith(("k_scale", "v_scale"))}
+    assert len(scales) == 4
+    assert all(t > 0 for t in scales.values())
+    two = "--tensor-model-parallel-size 2 --sequence-parallel".split()
+    assert_same(calibrated(trained, tmp_path / "two", "int8", CACHE, *two, world_size=2), one)
+    plain = calibrated(trained, tmp_path / "plain", "int8")
+    run = [*MODEL, "--export-quant-cfg", "int8", "--finetune", "--load"]
+    cache = losses(run_gpt(tmp_path / "a", *run, str(one), CACHE, "--save", str(tmp_path / "qat")))
+    assert cache != losses(run_gpt(tmp_path / "b", *run, str(plain)))
+    texts = [run_ranks(served, ranks, str(tmp_path / "qat"), True)[0] for ranks in (1, 2)]
+    assert [tokens for tokens, _ in texts[0]] == [tokens for tokens, _ in texts[1]]
+    first = tensors_of(tmp_path / "qat")
+    for form, name in (("modelopt", "k_proj.k_scale"), ("compressed-tensors", "k_scale")):
+        source = one if form == "compressed-tensors" else tmp_path / "fp8"
+        if form == "modelopt":
+            calibrated(trained, source, "fp8", CACHE)
+        request = ConversionRequest(source=source, target=tmp_path / form, format=HF)
+        convert(replace(request, quant_form=form, verify=False), print)
+        held = read_header(tmp_path / form / "model.safetensors")
+        assert f"model.layers.1.self_attn.{name}" in held
+        config = json.loads((tmp_path / form / "config.json").read_text())
+        assert config["quantization_config"]["kv_cache" + KEYS[form]]
+    assert all(torch.equal(first[key], scale) for key, scale in scales.items())
+
+
+KEYS = {"modelopt": "_quant_algo", "compressed-tensors": "_scheme"}
 
 
 def test_a_server_loads_another_checkpoint_of_the_recipe(trained: Path, tmp_path: Path) -> None:

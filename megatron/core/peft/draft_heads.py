@@ -78,10 +78,11 @@ _MTP = "mtp."
 _HEADS = "draft."
 
 
-def attach_draft_heads(model: Any, settings: Any) -> None:
+def attach_draft_heads(model: Any, settings: Any, drafted: Tensor | None = None) -> None:
     """Freeze ``model`` and add heads to its last stage; or train its layers of MTP alone.
 
-    ``settings``: the flags ``export_...`` of heads, and ``has_eagle``.
+    ``settings``: the flags ``export_...`` of heads, and ``has_eagle``.  ``drafted``: ids, in order,
+    of the tokens that EAGLE-3 drafts; default: the lowest ones.
     The heads' parameters are initialized by `initialize_parameters`, and by `begin_heads` once the
     model has its weights.  No communication.
     """
@@ -98,7 +99,7 @@ def attach_draft_heads(model: Any, settings: Any) -> None:
         return
     if settings.has_eagle:
         sizes = settings.export_draft_vocab_size, settings.export_eagle_ffn_hidden_size
-        model.draft = EagleHead(model, *sizes)
+        model.draft = EagleHead(model, *sizes, drafted)
     else:
         model.draft = MedusaHeads(model, num_medusa)
     for param in model.draft.parameters():
@@ -252,7 +253,13 @@ class EagleHead(DraftHeads):
     title = "eagle"
     num_losses = _NUM_STEPS
 
-    def __init__(self, model: Any, vocab_size: int | None, ffn_hidden_size: int | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        vocab_size: int | None,
+        ffn_hidden_size: int | None,
+        drafted: Tensor | None = None,
+    ) -> None:
         super().__init__(model)
         config = _layer_config(self.config, ffn_hidden_size)
         self.layer_config = config
@@ -286,7 +293,8 @@ class EagleHead(DraftHeads):
         sizes = model.vocab_size, model.num_tokens
         d2t = None
         if vocab_size and vocab_size < every:
-            d2t = torch.arange(vocab_size, device=device.current())
+            d2t = torch.arange(vocab_size) if drafted is None else drafted
+            d2t = d2t.to(device.current())
             sizes = vocab_size, None
         self.d2t: Tensor | None
         self.register_buffer("d2t", d2t)

@@ -22,8 +22,9 @@ expt_tp and expt_dp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ from megatron.core.quantization.formats import (
     values_of,
 )
 from megatron.core.quantization.observers import ObserverKind, RangeObserver
-from megatron.core.quantization.quantizer import FakeQuantizer, quantized_layers
+from megatron.core.quantization.quantizer import FakeQuantizer, FixedRounding, quantized_layers
 from megatron.core.tensor_parallel.layers import Linear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim
 from megatron.core.transformer.attention import SelfAttention
@@ -76,22 +77,26 @@ def calibrate(
     sites = {
         layer: _Site(layer, quantizer, groups) for layer, quantizer in quantized_layers(chunks)
     }
-    every = [*sites.values()]
-    needs = [
-        any(site.algorithm != "max" for site in every),
-        any(site.quantizer.input_scale is not None for site in every),
+    of_cache = [
+        _RangeSite(module, groups)
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, FixedRounding)
     ]
+    every = [*sites.values(), *of_cache]
+    ranged = [site for site in every if site.has_range]
+    needs = [any(site.algorithm != "max" for site in sites.values()), bool(ranged)]
     everywhere = torch.tensor(needs, dtype=torch.int32, device=device.current())
     all_reduce_over(everywhere, groups.world, op=ReduceOp.MAX)
     needs_statistics, needs_ranges = everywhere.tolist()
     _raise_for(
-        [site.name for site in every if not site.weight.isfinite().all()],
+        [site.name for site in sites.values() if not site.weight.isfinite().all()],
         "--load: the weights of {} are not finite: calibrate another checkpoint",
         groups,
     )
     if needs_statistics:
         statistics = {layer: _Statistics(site) for layer, site in sites.items()}
-        _run_observed(sites, statistics, run_forward)
+        _run_observed(every, {s: statistics[layer] for layer, s in sites.items()}, run_forward)
         for found in statistics.values():
             found.reduce()
         _raise_for(
@@ -111,38 +116,36 @@ def calibrate(
         else:
             site.set_scales()
     if needs_ranges:
-        ranges = {
-            layer: RangeObserver(site.weight.device, observer) for layer, site in sites.items()
-        }
-        _run_observed(sites, ranges, run_forward)
-        for layer, site in sites.items():
-            ranges[layer].end_first_pass(*site.all_groups)
+        ranges = {site: RangeObserver(site.device, observer) for site in ranged}
+        _run_observed(every, ranges, run_forward)
+        for site, found in ranges.items():
+            found.end_first_pass(*site.all_groups)
         _raise_for(
-            [
-                site.name
-                for layer, site in sites.items()
-                if site.has_range and not 0 < ranges[layer].amax < float("inf")
-            ],
+            [s.name for s, found in ranges.items() if not 0 < found.amax < float("inf")],
             _NO_INPUT,
             groups,
         )
         if observer != "max":
-            _run_observed(sites, ranges, run_forward)
-        for layer, site in sites.items():
-            site.set_input_scale(ranges[layer])
+            _run_observed(every, ranges, run_forward)
+        for site, found in ranges.items():
+            site.set_input_scale(found)
     return len(sites)
 
 
 def _run_observed(
-    sites: dict[Linear, _Site],
-    observers: dict[Linear, _Statistics] | dict[Linear, RangeObserver],
+    sites: Sequence[_RangeSite],
+    observers: Mapping[_RangeSite, Callable[[Tensor], None]],
     run_forward: Callable[[], object],
 ) -> None:
-    for layer, site in sites.items():
-        site.quantizer.observe = observers[layer]
+    for site in sites:
+        site.quantizer.observe = observers.get(site, _ignore)
     run_forward()
-    for site in sites.values():
+    for site in sites:
         site.quantizer.observe = None
+
+
+def _ignore(x: Tensor) -> None:
+    """Observe nothing; the layer does not round ``x`` meanwhile."""
 
 
 _NO_INPUT = (
@@ -159,25 +162,64 @@ def _raise_for(names: list[str], problem: str, groups: ProcessGroupCollection) -
         raise ConfigError(problem.format(f"{len(bad)} layers ({', '.join(bad[:3])})"))
 
 
-class _Site:
+class _RangeSite:
+    """Values that are rounded by one scale, which all ranks share: keys or values of a layer."""
+
+    has_range = True
+
+    def __init__(
+        self, quantizer: FakeQuantizer | FixedRounding, groups: ProcessGroupCollection
+    ) -> None:
+        self.quantizer: Any = quantizer
+        self.tp = groups.tp
+        self.data = groups.dp_cp
+
+    @property
+    def name(self) -> str:
+        """Name of the scale, for error messages."""
+        return info_of(self.quantizer.input_scale).name
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return cast(torch.device, self.quantizer.input_scale.device)
+
+    @property
+    def all_groups(self) -> tuple[ProcessGroup, ...]:
+        """The groups whose ranks have a part of the values each, or the same values."""
+        return self.tp, self.data
+
+    def set_input_scale(self, observed: RangeObserver) -> None:
+        """Set the static scale.  Collective."""
+        to = self.quantizer.recipe.input
+        amax = observed.range(to, *self.all_groups).view(1, 1)
+        found = second_scale_of(amax) if to.has_two_levels else scale_of(amax, to)
+        self.quantizer.input_scale.copy_(found)
+
+
+class _Site(_RangeSite):
     """A quantized layer on this rank, and the ranks that share it."""
 
     def __init__(
         self, layer: Linear, quantizer: FakeQuantizer, groups: ProcessGroupCollection
     ) -> None:
         assert layer.weight is not None, "a quantized layer has a weight"
+        super().__init__(quantizer, groups)
         self.weight = layer.weight
-        self.quantizer = quantizer
         self.to = quantizer.recipe.weight
         self.algorithm = quantizer.recipe.algorithm
         info = info_of(layer.weight)
-        self.name = info.name.removesuffix(".weight")
         self.is_sharded = info.shard_count > 1
-        self.tp = groups.expt_tp if info.is_expert else groups.tp
-        self.data = groups.expt_dp if info.is_expert else groups.dp_cp
+        if info.is_expert:
+            self.tp = groups.expt_tp
+            self.data = groups.expt_dp
         self.is_row = isinstance(layer, RowParallelLinear)
-        self.all_groups = (self.tp, self.data)
         self.has_range = quantizer.input_scale is not None
+
+    @property
+    def name(self) -> str:
+        """Name of the layer."""
+        return info_of(self.weight).name.removesuffix(".weight")
 
     @property
     def reduced(self) -> tuple[ProcessGroup, ...]:
@@ -223,14 +265,6 @@ class _Site:
         self.weight.copy_(self.local(values))
         is_by_column = info_of(self.quantizer.weight_scale).shard_dim == 1
         self.quantizer.weight_scale.copy_(self.local(scale) if is_by_column else scale)
-
-    def set_input_scale(self, observed: RangeObserver) -> None:
-        """Set the static scale of inputs.  Collective."""
-        to = self.quantizer.recipe.input
-        scale = self.quantizer.input_scale
-        if to is not None and scale is not None:
-            amax = observed.range(to, *self.all_groups).view(1, 1)
-            scale.copy_(second_scale_of(amax) if to.has_two_levels else scale_of(amax, to))
 
 
 class _Statistics:

@@ -25,6 +25,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.validation import INSIDE_QUANTIZER
 from megatron.core.params.param_info import ParamInfo, info_of, set_info
 from megatron.core.quantization.formats import (
+    FP8_TENSOR,
     RECIPES,
     NumberFormat,
     Recipe,
@@ -54,6 +55,7 @@ from megatron.core.tensor_parallel.weight_gradient import (
     add_to_main_grad,
     adds_to_main_grad,
 )
+from megatron.core.transformer.attention import SelfAttention
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,40 @@ class FakeQuantizer(nn.Module, Gemms):
             self.weight_scale_2.copy_(scale_2)
 
 
+class KVQuantizer(nn.Module):
+    """Rounds the keys and values of an attention layer to fp8, before a cache holds them."""
+
+    def __init__(self, attention: str, like: Tensor) -> None:
+        """``attention``: global name of the layer; ``like``: a tensor of its device."""
+        super().__init__()
+        self.key = FixedRounding(f"{attention}{INSIDE_QUANTIZER}k_scale", like)
+        self.value = FixedRounding(f"{attention}{INSIDE_QUANTIZER}v_scale", like)
+
+    def forward(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Round keys and values [.., d]."""
+        return self.key(key), self.value(value)
+
+
+class FixedRounding(nn.Module):
+    """Rounds a tensor to fp8 by one scale, ``input_scale`` [1, 1], which calibration finds."""
+
+    input_scale: Tensor
+
+    def __init__(self, name: str, like: Tensor) -> None:
+        super().__init__()
+        self.recipe = Recipe("kv cache", FP8_TENSOR, FP8_TENSOR)
+        self.observe: Callable[[Tensor], None] | None = None
+        self.register_buffer("input_scale", torch.zeros(1, 1, device=like.device))
+        set_info(self.input_scale, ParamInfo(name=name, global_shape=(1, 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Round ``x`` [.., d]."""
+        if self.observe is not None:
+            self.observe(x)
+            return x
+        return _RoundInput.call(x, self.input_scale, FP8_TENSOR)
+
+
 class _RoundInput(Function[Tensor]):
     """Round x [.., i]; backward passes gradients of values that are not clamped."""
 
@@ -223,13 +259,21 @@ class _MaskedWeightGrad(WeightGrad):
         return grad
 
 
-def attach_quantizers(model: nn.Module, recipe_of: LayerRecipes) -> None:
+def attach_quantizers(
+    model: nn.Module, recipe_of: LayerRecipes, *, rounds_cache: bool = False
+) -> None:
     """Add quantizers to the linear layers of ``model`` for which ``recipe_of`` returns a recipe.
 
-    Parameters need their names.  No communication.  Raises ConfigError for a layer that the format
-    cannot represent.
+    Parameters need their names.  ``rounds_cache``: quantize the keys and values of
+    layers whose query, key and value projection is quantized.  No communication.
+    Raises ConfigError for a layer that the format cannot represent.
     """
-    for path, layer in model.named_modules():
+    for path, layer in [*model.named_modules()]:
+        if rounds_cache and isinstance(layer, SelfAttention):
+            qkv = layer.linear_qkv.weight
+            name = info_of(qkv).name.removesuffix(".weight")
+            if recipe_of(name) is not None:
+                layer.quantizer = KVQuantizer(name.removesuffix(".linear_qkv"), qkv)
         weight = layer.weight if isinstance(layer, Linear) else None
         if weight is None:
             if hasattr(layer, "num_gemms"):

@@ -115,6 +115,8 @@ class Attention(MegatronModule, ABC):
         self.num_query_groups_per_partition = divide_over_group(
             config.num_query_groups, self.tp_group, "--num-query-groups"
         )
+        # Rounds keys and values before they are cached; see `core.quantization`.
+        self.quantizer: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         self.key_hidden_size = self.query_width
         self.val_hidden_size = self.value_width
         self.checkpoint_core_attention = "core_attn" in config.modules_to_recompute
@@ -334,6 +336,8 @@ class SelfAttentionBase(Attention):
             rotary_pos_emb = self._table_of(rotary_pos_emb, hidden_states, packed_seq_params)
         query, key, value, *rest = self.rotated(hidden_states, rotary_pos_emb, packed_seq_params)
         gate = rest[0] if rest else None
+        if self.quantizer is not None:
+            key, value = self.quantizer(key, value)
         if cache is not None:
             context = cache.attend(
                 self.layer_number - 1,

@@ -112,6 +112,7 @@ FORCED = (
     "num_classes",
     *MIMO,
     _RECIPE,
+    "export_kv_cache_quant",
     _QUANTIZATION_PATH,
 )
 FORCED_PREFIXES = (
@@ -156,6 +157,7 @@ SHOWN_BY_TENSORS = frozenset(
     moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size
     moe_shared_expert_gate moe_router_enable_expert_bias q_lora_rank kv_lora_rank
     hybrid_override_pattern retro_encoder_layers export_quant_cfg kitchen_config_file
+    export_kv_cache_quant
     attention_output_gate experimental_attention_variant linear_attention_freq
     linear_conv_kernel_dim linear_num_key_heads linear_num_value_heads
     """.split()
@@ -271,6 +273,8 @@ def _forced(namespace: argparse.Namespace, asked: Arguments) -> Iterable[str]:
         omitted |= set(ADAPTERS)
     if not any(asked.get(name) for name in HEAD_SIZES):  # the model that this run trains heads on
         omitted |= set(HEADS)
+    if not (asked.get(_RECIPE) or asked.get(_QUANTIZATION_PATH)):  # the model to calibrate
+        omitted.add("export_kv_cache_quant")
     yield from (each for each in FORCED if each not in omitted)
     yield from (name for name in asked if name.startswith(FORCED_PREFIXES))
     if namespace.use_tokenizer_model_from_checkpoint_args:

@@ -102,7 +102,8 @@ def start_from_model_folder(namespace: Namespace, world_size: int, *, trains: bo
     of_program = values.get(OF_PROGRAM, ())
     given = {name: values[name] for name in _given(values, defaults) if name in values}
     # A run may quantize the folder's model, or add heads to it.
-    own = (*_TOKENIZER, *HEADS, "export_quant_cfg", "kitchen_config_file")
+    quantized = "export_quant_cfg", "kitchen_config_file", "export_kv_cache_quant"
+    own = (*_TOKENIZER, *HEADS, *quantized)
     _check_model({n: v for n, v in given.items() if n not in own}, asked, folder)
     chosen: dict[str, Any] = {
         name: value

@@ -94,8 +94,15 @@ class AdaptersConfig:
     )
     export_draft_vocab_size: int | None = _heads(
         None,
-        "Number of tokens that EAGLE-3 can draft, those with the lowest ids; default: all of them.",
+        "Number of tokens that EAGLE-3 can draft, the most frequent ones of "
+        "--export-draft-vocab-data or those with the lowest ids; default: all of them.",
         at_least=0,
+    )
+    export_draft_vocab_data: tuple[str, ...] = _heads(
+        (),
+        "Prefixes of token files, as of --data-path, whose first 2^24 tokens each are counted to "
+        "choose the tokens of --export-draft-vocab-size.",
+        nargs="*",
     )
     export_eagle_ffn_hidden_size: int | None = _heads(
         None, "Width of the MLP of EAGLE-3; default: that of the model.", at_least=0

@@ -34,9 +34,8 @@ class QuantizationFlags:
     )
     export_kv_cache_quant: bool = _modelopt(
         False,
-        "Quantize the KV cache to fp8 by ModelOpt.",
-        refused="the KV cache of the engine has no fp8 format; use --inference-kv-cache-dtype int8 "
-        "when the model generates",
+        "Quantize keys and values to fp8 with --export-quant-cfg, by a calibrated scale of each "
+        "layer: training and generation round them, and exported folders hold the scales.",
     )
     kitchen_config_file: str | None = _kitchen(
         None,

@@ -124,6 +124,7 @@ def check_format(checkpoint_format: str, keys: Iterable[str], kind: str) -> None
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALWAYS_FP32 = (".router.expert_bias", AMAX_HISTORY, *SCALES)
+_WITH_SCALES = (HF, "safetensors_dist", "torch_dist")
 Say = Callable[[str], None]
 
 
@@ -149,6 +150,11 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
         raise CheckpointError(
             f"--quant {wanted.quant} with --format {wanted.format}: --format {HF} alone is written "
             "in few bits"
+        )
+    if wanted.format not in _WITH_SCALES and any(key.endswith(SCALES) for key in source.tensors):
+        raise CheckpointError(
+            f"--format {wanted.format}: the checkpoint is quantized, and this format has no place "
+            f"for its scales: use {', '.join(_WITH_SCALES)}"
         )
     if wanted.format == PEFT:
         return _to_peft(source, wanted, say)
@@ -187,7 +193,8 @@ def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     flags = ("export_quant_cfg", "kitchen_config_file")
     recipe, globs = (source.args.get(name) for name in flags)
     saved = QuantizationFlags(export_quant_cfg=recipe, kitchen_config_file=globs).recipes
-    run = run_config({**draft_heads.as_model(source.args), **dict.fromkeys(flags)})
+    plain = {**dict.fromkeys(flags), "export_kv_cache_quant": False}
+    run = run_config({**draft_heads.as_model(source.args), **plain})
     vocab_size = 1 if model_kind_of(run).classifies_images else vocab_size_of(source, wanted)
     quant = quantization_of(wanted.quant, wanted.quant_form, weights, saved)
     if quant is not None and (warning := warning_of(quant, run)):

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.validation import INSIDE_QUANTIZER
 from megatron.core.params.param_info import info_of
 from megatron.core.quantization.formats import (
+    FP8_TENSOR,
     RECIPES,
     NumberFormat,
     Recipe,
@@ -76,8 +77,8 @@ def quantization_of(
     """
     buffers = {key: tensor for key, tensor in weights.items() if BUFFER + "weight_scale" in key}
     if buffers:
-        buffers |= {key: t for key, t in weights.items() if BUFFER + "input_scale" in key}
         layers = {key.partition(BUFFER)[0] for key in buffers}
+        buffers = {key: tensor for key, tensor in weights.items() if BUFFER in key}
         recipes = {recipe_of(layer) if recipe_of else None for layer in layers}
         saved = " and ".join(sorted(recipe.name if recipe else "none" for recipe in recipes))
         if len(recipes) > 1:
@@ -144,12 +145,14 @@ def quantize(
             buffer = wanted.buffers.get(name.removesuffix(".weight") + BUFFER + "input_scale")
             layers[theirs] = list(_parts(by_name[theirs], scales, wanted, buffer))
     out = [part for tensor in tensors for part in layers.get(tensor.name, [tensor])]
+    out += _of_cache(wanted, shape, family)
+    cache = FP8_TENSOR if any(key.endswith("k_scale") for key in wanted.buffers) else None
     plain = [t.name for t in tensors if t.name not in layers and len(t.shape) == 2]
     ignored = [name.removesuffix(".weight") for name in plain if name.endswith(".weight")]
     if wanted.form == MODELOPT:
         algorithm = _modelopt_name(wanted)
         size = wanted.recipe.weight.block[1]
-        settings: JsonObject = {"quant_algo": algorithm, "kv_cache_quant_algo": None}
+        settings: JsonObject = {"quant_algo": algorithm, "kv_cache_quant_algo": cache and "FP8"}
         settings |= {"group_size": size} if size else {}
         return out, {"quant_method": MODELOPT, **settings, "ignore": ignored}
     form = _form_of(wanted)
@@ -166,7 +169,7 @@ def quantize(
         "format": form,
         "config_groups": {"group_0": group},
         "ignore": ignored,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": cache and _described(cache),
     }
 
 
@@ -175,6 +178,24 @@ def modelopt_file(settings: JsonObject) -> JsonObject:
     inside = {k: v for k, v in settings.items() if k not in ("quant_method", "ignore")}
     inside["exclude_modules"] = settings["ignore"]
     return {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": inside}
+
+
+def _of_cache(wanted: Quantization, shape: ModelShape, family: Family) -> Iterator[LazyTensor]:
+    """Yield the scales of keys and values, by names of their attention layer."""
+    is_modelopt = wanted.form == MODELOPT
+    for key, scale in wanted.buffers.items():
+        layer, _, own = key.partition(BUFFER)
+        if own in ("k_scale", "v_scale"):
+            theirs = family.rule(f"{layer}.linear_qkv.weight", shape).theirs[0]
+            attention = theirs.rsplit(".", 2)[0] + (f".{own[0]}_proj" if is_modelopt else "")
+            size = () if is_modelopt else (1,)
+            yield LazyTensor(
+                f"{attention}.{own}", torch.float32, size, partial(_reshaped, scale.make, size)
+            )
+
+
+def _reshaped(make: Callable[[], Tensor], size: tuple[int, ...]) -> Tensor:
+    return make().reshape(size)
 
 
 def _layers_of(run: RunConfig, shape: ModelShape, wanted: Quantization) -> Iterator[str]:

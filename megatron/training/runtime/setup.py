@@ -11,11 +11,13 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from megatron.core import device, distributed
-from megatron.core.config.errors import ConfigError
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.diagnostics.timers import Timers
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.distributed_data_parallel_config import (
@@ -67,6 +69,7 @@ from megatron.training.tokenizer.fingerprint import check_vocab
 
 ModelProvider = Callable[..., nn.Module]
 _BLACKWELL = (10, 0)  # compute capability
+_COUNTED_TOKENS = 1 << 24  # of each prefix of --export-draft-vocab-data
 
 
 def build_context(
@@ -131,14 +134,16 @@ def build_model_chunks(
     chunks = [_build_chunk(run, model_provider, chunk, on_meta=on_meta) for chunk in stages]
     if (recipes := run.config.quantization.recipes) is not None:
         for chunk in chunks:
-            attach_quantizers(chunk, recipes)
+            rounds_cache = run.config.quantization.export_kv_cache_quant
+            attach_quantizers(chunk, recipes, rounds_cache=rounds_cache)
     if run.config.adapters.lora is not None:
         with torch.device("meta") if on_meta else contextlib.nullcontext():
             for chunk in chunks:
                 attach_adapters(chunk, run.config.adapters.lora)
     if run.config.adapters.has_heads:
+        drafted = _frequent_tokens(run)
         for chunk in chunks:
-            attach_draft_heads(chunk, run.config.adapters)
+            attach_draft_heads(chunk, run.config.adapters, drafted)
     if wrap and run.config.model.batch_invariant_mode:
         for chunk in chunks:
             compute_as_engine(chunk)
@@ -159,6 +164,30 @@ def build_model_chunks(
         for model in chunks:
             _initialize(run, model)
     return chunks
+
+
+def _frequent_tokens(run: RunContext) -> torch.Tensor | None:
+    """Return ids, in order, of the most frequent tokens of --export-draft-vocab-data.
+
+    None without it.  Raises DataError for a token that is not in the vocabulary.
+    """
+    settings = run.config.adapters
+    counts = np.zeros(run.tokenizer.vocab_size, np.int64)
+    for prefix in settings.export_draft_vocab_data if settings.has_eagle else ():
+        data = IndexedDataset(prefix)
+        ends = data.sequence_lengths.cumsum(dtype=np.int64)
+        tokens = np.concatenate(data[: int(np.searchsorted(ends, _COUNTED_TOKENS)) + 1])
+        found = np.bincount(tokens, minlength=len(counts))
+        if len(found) > len(counts):
+            raise DataError(
+                f"--export-draft-vocab-data {prefix} has the token {len(found) - 1}, and the "
+                f"tokenizer {len(counts)} tokens: give data of the same tokenizer"
+            )
+        counts += found
+    if not counts.any() or not settings.export_draft_vocab_size:
+        return None
+    order = np.argsort(-counts, kind="stable")[: settings.export_draft_vocab_size]
+    return torch.from_numpy(np.sort(order))
 
 
 def build_stage(run: RunContext, *, vp_stage: int | None = None, **arguments: Any) -> Any:

@@ -44,7 +44,6 @@ def test_the_flags_of_the_multimodal_examples_are_accepted() -> None:
         "--vision-model-type radio",
         "--vision-model-type cradio-g",
         "--online-evaluation-config tasks.yaml",
-        "--export-kv-cache-quant",
         "--load-model-opt-format",
     ],
 )

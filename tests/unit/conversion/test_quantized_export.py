@@ -139,6 +139,9 @@ def test_scales_of_a_calibrated_checkpoint_are_used(source: Path, tmp_path: Path
         assert held[f"{name}input_scale"].tolist() == [0.25]
     assert f"{layer}.weight" in names
     assert not any("layers.1." in name and "scale" in name for name in held)
+    for other in ("onnx", "trtllm", "torch"):
+        with pytest.raises(CheckpointError, match=f"--format {other}: the checkpoint is quantized"):
+            convert(replace(request, target=tmp_path / "no", format=other), lambda text: None)
     with pytest.raises(CheckpointError, match="--quant int8: the checkpoint is calibrated for fp8"):
         convert(replace(request, target=tmp_path / "no", quant="int8"), lambda text: None)
     args["kitchen_config_file"] = '{"*.linear_qkv": "int8"}'

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.errors import ConfigError
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.params.param_info import info_of
 from megatron.core.params.param_init import initialize_parameters
 from megatron.core.peft.draft_heads import attach_draft_heads, aux_layers, begin_heads
+from megatron.training.runtime.setup import _frequent_tokens
 from tests.support import tolerances
 from tests.unit.models.test_gpt_model import LENGTH, VOCABULARY, build, tokens
 
@@ -25,13 +29,13 @@ FEW = EAGLE | {"export_draft_vocab_size": VOCABULARY // 2}
 DECAY = 0.8
 
 
-def with_heads(settings: dict[str, Any], **changes: Any) -> GPTModel:
+def with_heads(settings: dict[str, Any], drafted: Tensor | None = None, **changes: Any) -> GPTModel:
     """Return a model in training mode whose heads have begun from its weights."""
     none = {"has_eagle": False, "export_freeze_mtp": ()} | dict.fromkeys(
         ("export_num_medusa_heads", "export_draft_vocab_size", "export_eagle_ffn_hidden_size")
     )
     model = build(model={"share_embeddings_and_output_weights": False}, **changes)
-    attach_draft_heads(model, SimpleNamespace(**(none | settings)))
+    attach_draft_heads(model, SimpleNamespace(**(none | settings)), drafted)
     initialize_parameters(model, 7)
     begin_heads([model])
     return model.train()
@@ -216,3 +220,27 @@ def test_packed_texts_do_not_see_each_other() -> None:
 def test_a_draft_vocabulary_beyond_the_vocabulary_is_refused() -> None:
     with pytest.raises(ConfigError, match=rf"vocab-size 999: the vocabulary has {VOCABULARY}"):
         with_heads(EAGLE | {"export_draft_vocab_size": 999})
+
+
+@pytest.mark.feature("Draft heads: EAGLE-3 drafts the most frequent tokens of token files")
+def test_eagle_drafts_the_most_frequent_tokens(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "data")
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for document in ([9, 9, 9, 2], [5, 2, 5, 9, 1], [2, 7, 7]):
+        builder.add_document(document, [len(document)])
+    builder.finalize(f"{prefix}.idx")
+    flags = {"has_eagle": True, "export_draft_vocab_data": (prefix,), "export_draft_vocab_size": 3}
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(adapters=SimpleNamespace(**flags)),
+        tokenizer=SimpleNamespace(vocab_size=VOCABULARY),
+    )
+    drafted = _frequent_tokens(run)
+    assert drafted is not None
+    assert drafted.tolist() == [2, 5, 9]
+    model = with_heads(EAGLE | {"export_draft_vocab_size": 3}, drafted)
+    assert torch.equal(model.draft.d2t, drafted)
+    rows = model.output_layer.weight[drafted]
+    assert torch.equal(model.draft.output_layer.weight, rows)
+    run.tokenizer.vocab_size = 9
+    with pytest.raises(DataError, match="has the token 9, and the tokenizer 9 tokens"):
+        _frequent_tokens(run)

@@ -29,6 +29,7 @@ from megatron.core.inference.fast_linear import FastLinear
 from megatron.core.inference.paged_engine.cache import BatchView, PagedCache, SlotPositions
 from megatron.core.inference.paged_engine.step_plan import SAMPLE_ONLY, StepPlan, idle_segment
 from megatron.core.tensor_parallel.layers import Linear
+from megatron.core.transformer.attention import SelfAttention
 
 Forward = Callable[[BatchView], Tensor]
 
@@ -127,6 +128,8 @@ class DecodeGraphs:
 def _can_be_held(module: nn.Module, *, is_on_host: bool) -> bool:
     """Return whether graphs can hold the matmuls of ``module``: not those that look at numbers."""
     quantizers = [m.quantizer for m in module.modules() if isinstance(m, Linear)]
+    if any(m.quantizer is not None for m in module.modules() if isinstance(m, SelfAttention)):
+        return False
     if is_on_host:
         return cpu_kernels.can_record() and all(isinstance(q, FastLinear) for q in quantizers)
     return not any(quantizers)

@@ -334,6 +334,8 @@ _QUANTIZATION = where(
         "or torch_dist": lambda c: (
             c.save is not None and c.ckpt_format not in ("safetensors_dist", "torch_dist")
         ),
+        "--export-kv-cache-quant: latent attention has no keys and values to round; leave it "
+        "out": lambda c: c.export_kv_cache_quant and c.multi_latent_attention,
         "--export-quant-cfg is not available with fully sharded parameters (FSDP): use "
         "--use-distributed-optimizer": lambda c: c.is_fully_sharded,
     },

@@ -58,6 +58,8 @@ _FLAGS_NEEDED = parse_table(
     linear_value_head_dim linear_num_key_heads linear_num_value_heads
 --mtp-num-layers | mtp_loss_scaling_factor
 --export-num-eagle-layers | export_eagle_algorithm
+--export-draft-vocab-size | export_draft_vocab_data
+--export-quant-cfg or --kitchen-config-file | export_kv_cache_quant
 --export-eagle-algorithm eagle3 | export_draft_vocab_size export_eagle_ffn_hidden_size
 --export-num-mtp or --export-num-eagle-layers | export_freeze_mtp
 --use-rope-scaling | rope_scaling_factor
