@@ -36,7 +36,7 @@ BUDGETS: dict[str, int] = {
     "core/params": 3700,
     "core/peft": 6500,
     "core/pipeline_parallel": 7400,
-    "core/quantization": 8700,
+    "core/quantization": 9150,
     "core/rerun": 5350,
     "core/ssm": 9450,
     "core/tensor_parallel": 14540,
@@ -67,7 +67,7 @@ BUDGETS: dict[str, int] = {
     "training/planning": 10400,
     "training/preprocess": 10100,
     "training/process": 4400,
-    "training/runtime": 5100,
+    "training/runtime": 5350,
     "training/step": 5500,
     "training/tokenizer": 13250,
 }

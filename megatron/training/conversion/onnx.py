@@ -1,9 +1,10 @@
 """Export a model as ONNX graphs, by torch's exporter on our modules (convert.py --format onnx).
 
 Batch and length are dynamic.  GPT and the decoder of T5 read keys and values of earlier tokens
-(``past_key_values.N.key``) and return them with those of the new tokens (``present.N.key``), by the
-names of Hugging Face's optimum.  A past of length 0 makes the graph process a prompt, so that one
-graph serves prompts and single tokens.
+(``past_key_values.N.key``) and append the new tokens' to them (``present.N.key``), by the names of
+Hugging Face's optimum.  A past of length 0 makes the graph process a prompt, so that one graph
+serves prompts and single tokens.  Every expert computes all tokens, since the shapes in a graph do
+not depend on the choices of the router.
 
 ``b`` sequences, ``s`` new tokens, ``p`` earlier tokens, ``g`` key/value heads, ``d`` head width.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -33,6 +35,13 @@ from megatron.core.progress import Progress
 from megatron.core.transformer.attention_masks import Window
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.kv_cache import Core, PositionBias
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.routing import RoutingResult
+from megatron.core.transformer.moe.token_dispatcher import (
+    DispatchedTokens,
+    Meanwhile,
+    TokenDispatcher,
+)
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion.verify import (
     differences,
@@ -47,10 +56,11 @@ FORMAT = "onnx"
 REPORT = "report.json"
 Named = dict[str, Tensor]
 _FLAG = f"--format {FORMAT}"
+_OPERATORS = "onnxscript.function_libs.torch_lib.ops.core"
 _PAST = "past_key_values."
 _PRESENT = "present."
 _IDS = {0: "batch", 1: "sequence"}
-# Dimensions of inputs that vary; those of past keys and values are `_dims_of_past`.
+# Dimensions of inputs that vary; `_dims_of_past` has those of past keys and values.
 _DIMS: dict[str, dict[int, str]] = {
     **dict.fromkeys(("input_ids", "position_ids", "token_type_ids"), _IDS),
     "attention_mask": {0: "batch", 1: "total"},
@@ -106,6 +116,9 @@ def export(
     plain = config.model.changed(attention_backend=AttnBackend.unfused)
     config = replace(config, model=plain)
     model = our_model(config, tensors, vocab_size)
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.token_dispatcher = AllTokens(layer.router.num_experts, layer.router.groups)
     ids = synthetic_inputs(config, vocab_size)
     expected = list(our_outputs(model, config, ids))
     graphs = _graphs(model, config)
@@ -119,7 +132,11 @@ def export(
             report["graphs"][name] = _export(graph, model, examples, folder / name)
     report["bytes"] = sum(adopt_file(path).num_bytes for path in folder.glob("*.onnx*"))
     if verify:
-        found = _outputs(graphs, _runner(folder), ids)
+        spent_s: list[float] = []
+        found = _outputs(graphs, _runner(folder, spent_s), ids)
+        is_text = ids.dim() == 2
+        report["unit"] = "tokens" if is_text else "images"
+        report["per_second"] = (ids.numel() if is_text else len(ids)) / sum(spent_s)
         names = ("max_logit_error", "mean_logit_error", "largest_logit")
         report |= dict(zip(names, differences(found, expected), strict=True))
         report["compared_inputs"] = list(ids.shape)
@@ -132,8 +149,13 @@ def check(config: RunConfig) -> None:
     kind = model_kind_of(config)
     if kind.reads_images or kind.has_placeholders or config.language_model.model_kind == "mamba":
         reason = f"the model is {kind.title}; exported are GPT, BERT, T5 and the image classifier"
-    elif config.model.num_moe_experts is not None:
-        reason = "the model has experts, and how many tokens an expert gets depends on the tokens"
+    elif config.model.num_moe_experts is not None and (
+        config.model.moe_expert_capacity_factor is not None or config.model.moe_apply_probs_on_input
+    ):
+        reason = (
+            "a graph computes all tokens by every expert and weights the results: it has neither "
+            "--moe-expert-capacity-factor nor weights of the experts' inputs"
+        )
     elif config.model.experimental_attention_variant is not None:
         reason = "the model has linear attention, whose state the graph has no input for"
     elif config.preference.reward_model:
@@ -162,8 +184,34 @@ def summary(report: JsonObject) -> str:
     """Return a message about ``report``, which `export` has verified."""
     return (
         "onnxruntime computes the model's logits within {max_logit_error:.2g} (on average "
-        "{mean_logit_error:.2g}, the largest logit is {largest_logit:.3g}); {bytes:,} bytes"
+        "{mean_logit_error:.2g}, the largest logit is {largest_logit:.3g}); {bytes:,} bytes; "
+        "{per_second:.3g} {unit}/s here"
     ).format(**report)
+
+
+class AllTokens(TokenDispatcher):
+    """Gives all tokens to every expert; results of experts that a token did not choose count 0."""
+
+    def dispatch(
+        self, x: Tensor, routing: RoutingResult, meanwhile: Meanwhile | None = None
+    ) -> DispatchedTokens:
+        """Return x [n, h] once for each expert."""
+        if meanwhile is not None:
+            meanwhile()
+        num_tokens = x.shape[0]
+        weights = routing[0].t().flatten()
+
+        def back(rows: Tensor) -> Tensor:
+            return rows.view(self.num_experts, num_tokens, -1).sum(0)
+
+        rows = x.repeat(self.num_experts, 1)
+        return _Complete(rows, weights, [num_tokens] * self.num_experts, back)
+
+
+class _Complete(DispatchedTokens):
+    def without_tail(self) -> DispatchedTokens:
+        """Return the tokens: there is no tail, and comparing their numbers would fix them."""
+        return self
 
 
 class TracedCache:
@@ -258,7 +306,7 @@ class TracedCache:
 
 
 def _graphs(model: Any, config: RunConfig) -> list[Graph]:
-    """Return the graphs of ``model``; that of a decoder is the last."""
+    """Return the graphs of ``model``, a decoder last."""
     kind = model_kind_of(config)
     if kind.classifies_images:
 
@@ -366,6 +414,8 @@ def _export(graph: Graph, model: nn.Module, ids: Tensor, path: Path) -> JsonObje
     names = list(inputs)
     outputs = list(graph.compute(inputs))
     dims = [_DIMS.get(name) or _dims_of_past(name) for name in names]
+    # TopK of ONNX keeps the order of ties: the router's stable sort.
+    operators = optional.require(_OPERATORS, _FLAG)
     # A recorded pass reads no values on the host, as a traced one must not.
     with cpu_kernels.recorded_by(lambda *_: None), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -378,6 +428,7 @@ def _export(graph: Graph, model: nn.Module, ids: Tensor, path: Path) -> JsonObje
                 input_names=names,
                 output_names=outputs,
                 dynamic_shapes={"inputs": tuple(dims)},
+                custom_translation_table={torch.ops.aten.sort.stable: operators.aten_sort},
             )
         except torch.onnx.OnnxExporterError as error:
             cause = str(error.__cause__ or error).strip().splitlines()[0]
@@ -395,8 +446,8 @@ def _dims_of_past(name: str) -> dict[int, str]:
     return {0: "batch", 2: "encoder_past" if ".encoder." in name else "past"}
 
 
-def _runner(folder: Path) -> Callable[[Graph, Named], list[Tensor]]:
-    """Return a function that runs a graph in ``folder`` by onnxruntime on the CPU."""
+def _runner(folder: Path, spent_s: list[float]) -> Callable[[Graph, Named], list[Tensor]]:
+    """Return a function that runs a graph in ``folder`` by onnxruntime on the CPU, and times it."""
     runtime = optional.require("onnxruntime", _FLAG)
 
     @cache
@@ -406,7 +457,11 @@ def _runner(folder: Path) -> Callable[[Graph, Named], list[Tensor]]:
 
     def run(graph: Graph, inputs: Named) -> list[Tensor]:
         values = {name: tensor.numpy() for name, tensor in inputs.items()}
-        return [torch.from_numpy(out) for out in session(graph.name).run(None, values)]
+        loaded = session(graph.name)
+        started_s = perf_counter()
+        found = loaded.run(None, values)
+        spent_s.append(perf_counter() - started_s)
+        return [torch.from_numpy(out) for out in found]
 
     return run
 
@@ -414,7 +469,7 @@ def _runner(folder: Path) -> Callable[[Graph, Named], list[Tensor]]:
 def _outputs(
     graphs: list[Graph], run: Callable[[Graph, Named], list[Tensor]], ids: Tensor
 ) -> list[Tensor]:
-    """Return the graphs' outputs for ``ids``, to compare with those of `our_outputs`.
+    """Return the graphs' outputs for ``ids``, to compare with `our_outputs`.
 
     A model with a cache gets its tokens in three passes: some, one, and the rest.
     """

@@ -46,7 +46,7 @@ class RoutingResult:
         return tally(self.experts, self.num_experts + 1)[:-1]
 
     def __iter__(self) -> Iterator[Tensor]:
-        shape = len(self.experts), self.num_experts + 1
+        shape = self.experts.shape[0], self.num_experts + 1  # symbolic where a pass is exported
         probs = self.weights.new_zeros(shape).scatter(1, self.experts, self.weights)
         yield probs[:, :-1]
         yield torch.zeros_like(probs, dtype=torch.bool).scatter_(1, self.experts, True)[:, :-1]
