@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from megatron.post_training.rl import trainer
+from megatron.post_training.rl.generate import generate_round
 from tests.support import selection
+from tests.support.ranks import run_ranks
 from tests.support.rl_environments import Echo
-from tests.support.rl_runs import numbers, refusal_of_rl, run_rl
+from tests.support.rl_runs import ECHO as ECHO_ENVIRONMENT
+from tests.support.rl_runs import TINY, numbers, refusal_of_rl, run_rl, train_rl
 
 LAYOUTS: dict[str, tuple[int, str]] = {
     "tp2 sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
@@ -263,3 +268,46 @@ def test_adapters_train_alike_in_every_layout(pretrained: Path, tmp_path: Path) 
     compare(found[:3], first)
     rest = ["--load", str(tmp_path / "saved"), *flags[2:], "--use-distributed-optimizer"]
     compare(run_rl(tmp_path / "rest", *rest, world_size=2), found[3:])
+
+
+def answers_ahead(rank: int, world_size: int, argv: list[str]) -> list[list[tuple[int, bool]]]:
+    """Return length and end of the answers of later rounds, after each round of a run."""
+    found = []
+
+    def generate(*arguments: Any) -> Any:
+        rollouts, ahead = generate_round(*arguments)
+        found.append([(len(answer["tokens"]), answer["is_done"]) for answer in ahead.values()])
+        return rollouts, ahead
+
+    with mock.patch.object(trainer, "generate_round", generate):
+        train_rl(rank, world_size, argv)
+    return found
+
+
+PARTIAL = "--rl-partial-rollouts --rl-max-inflight-requests 6".split()
+
+
+@pytest.mark.feature("RL: answers of later rounds go on over updates of the weights")
+def test_answers_go_on_with_the_weights_of_the_next_round(
+    plain: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    whole = run_rl(tmp_path / "whole", *PARTIAL, "--lr", "5e-2")
+    assert max(line["sampling difference"] for line in plain) < 1e-5
+    assert max(line["sampling difference"] for line in whole[2:]) > 1e-3  # of older weights
+    save = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    run_rl(tmp_path / "first", *PARTIAL, "--lr", "5e-2", *save, "--exit-interval", "3")
+    rest = run_rl(tmp_path / "rest", *PARTIAL, "--lr", "5e-2", *save)
+    assert numbers(rest) == numbers(whole)[3:]
+
+
+def test_a_round_ends_with_its_own_answers(tmp_path: Path) -> None:
+    environments = tmp_path / "environments.yaml"
+    environments.write_text(json.dumps(ECHO_ENVIRONMENT))
+    argv = [*TINY, "--langrl-env-config", str(environments), "--train-iters", "2"]
+    (partial,) = run_ranks(answers_ahead, 1, [*argv, *PARTIAL])[0]
+    assert len(partial) == 16
+    assert (0, False) in partial  # it waits
+    assert any(length and not is_done for length, is_done in partial)
+    (complete,) = run_ranks(answers_ahead, 1, [*argv, "--rl-generation-lag", "0.5"])[0]
+    assert len(complete) == 8
+    assert all(is_done for _, is_done in complete)

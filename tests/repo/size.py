@@ -50,7 +50,7 @@ BUDGETS: dict[str, int] = {
     "post_training/distillation": 7450,
     "post_training/preference": 2950,
     "post_training/pruning": 3350,
-    "post_training/rl": 7500,
+    "post_training/rl": 7900,
     "post_training/sft": 3750,
     "training": 6700,
     "training/arguments": 23000,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
@@ -19,11 +19,11 @@ from megatron.core.config.errors import DataError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.datasets.conversations import read_all
 from megatron.core.inference.paged_engine.engine import Engine
-from megatron.core.inference.paged_engine.request import Request
+from megatron.core.inference.paged_engine.request import Request, RequestOutput
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.parallel.collectives import broadcast_json
 from megatron.post_training.rl.environment import Environments, FileEnvironment, Task
-from megatron.post_training.rl.rounds import Rollouts, from_json, to_json
+from megatron.post_training.rl.rounds import Rollouts, from_json, num_rollouts, to_json
 from megatron.training.config.run import RunConfig
 from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
@@ -37,16 +37,21 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     is_finished: bool = False
+    is_done: bool = False  # it has ended, or is as long as it may be
     reward: float = 0.0
 
 
 @dataclass(frozen=True)
 class PromptSource:
-    """What rank 0 needs beside the engine: environments, and how prompts become tokens."""
+    """What rank 0 needs beside the engine: environments, and how prompts become tokens.
+
+    ``ahead``: answers of later rounds, by the key "prompt/number".
+    """
 
     environments: Environments
     tokenizer: MegatronTokenizer
     chat: ChatTemplate | None  # renders prompts that are lists of messages
+    ahead: dict[str, Answer] = field(default_factory=dict)
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -57,10 +62,10 @@ class PromptSource:
 
 def generate_round(
     config: RunConfig, engine: Engine, source: PromptSource | None, number: int
-) -> Rollouts:
+) -> tuple[Rollouts, JsonObject]:
     """Generate round ``number``, from 0.  Collective over all ranks.
 
-    Rank 0 has the ``source``.
+    Rank 0 has the ``source``.  Also returns the answers of later rounds so far, as JSON.
     """
     rl = config.rl
     saved: JsonObject = {}
@@ -68,12 +73,15 @@ def generate_round(
         engine.follow()
     else:
         first = number * rl.grpo_prompts_per_step
-        tasks = enumerate(source.environments.tasks(first, rl.grpo_prompts_per_step), first)
+        count = rl.grpo_prompts_per_step + rl.num_prompts_ahead
+        tasks = enumerate(source.environments.tasks(first, count), first)
         keyed = [(task, (i, j)) for i, task in tasks for j in range(rl.grpo_group_size)]
-        answers = answer_tasks(config, engine, source, keyed)
+        answers = answer_tasks(config, engine, source, keyed, num_rollouts(config))
         engine.close()
-        saved = to_json(_build_rollouts(config, answers))
-    return from_json(broadcast_json(saved, engine.model.groups.world), config)
+        ahead = {key: asdict(answer) for key, answer in source.ahead.items()}
+        saved = {"round": to_json(_build_rollouts(config, answers)), "ahead": ahead}
+    saved = broadcast_json(saved, engine.model.groups.world)
+    return from_json(saved["round"], config), saved["ahead"]
 
 
 def check_prompts(config: RunConfig, source: PromptSource) -> None:
@@ -106,45 +114,77 @@ def answer_tasks(
     engine: Engine,
     source: PromptSource,
     keyed: Sequence[tuple[Task, tuple[int, ...]]],
+    num_needed: int | None = None,
 ) -> list[Answer]:
     """Return answers with rewards; the noise of each depends on --seed and its key.
 
-    On rank 0, while the other ranks follow.
+    On rank 0, while the other ranks follow.  Those after the first ``num_needed`` are begun, or
+    finished without --rl-partial-rollouts, and go to ``source.ahead``.  Noise depends on positions
+    too, so an answer that goes on has the noise of one that was not interrupted.
     """
     rl = config.rl
     requests: list[Request] = []
     firsts: dict[int, Request] = {}  # of each task: the others share its pages
+    found: dict[str, Answer] = {}
     for task, key in keyed:
-        first = firsts.get(id(task))
+        name = "/".join(map(str, key))
+        if (begun := source.ahead.get(name)) is not None:
+            found[name] = begun
+            if begun.is_done:
+                continue
+        first = firsts.get(id(task)) if begun is None else None
         prompt = tokenize_task(task, source, config) if first is None else list(first.prompt)
+        answer = found.setdefault(name, Answer(prompt))
         longest = config.data.seq_length - len(prompt)
         entropy = np.random.SeedSequence([config.training.seed, *key])
         params = SamplingParams(
             temperature=rl.rl_default_temperature,
             top_p=rl.rl_default_top_p,
             top_k=max(rl.rl_default_top_k, 0),
-            num_tokens_to_generate=min(longest, rl.rl_max_response_length or longest),
+            num_tokens_to_generate=(
+                min(longest, rl.rl_max_response_length or longest) - len(answer.tokens)
+            ),
             seed=int(entropy.generate_state(1, np.uint64)[0]),
             return_log_probs=True,
             stop_token_ids=source.ends,
         )
-        name = "/".join(map(str, key))
         fork_of = None if first is None else first.request_id
-        requests.append(Request(name, prompt, params, fork_of=fork_of))
-        firsts.setdefault(id(task), requests[-1])
-    found = {request.request_id: Answer(request.prompt) for request in requests}
-    for output in engine.run_to_end(requests):
-        if output.finish_reason == "error":
-            raise DataError(
-                f"the answer {output.request_id} cannot be generated: {output.error}; the "
-                "policy has diverged: resume from an earlier checkpoint with a lower --lr"
-            )
-        answer = found[output.request_id]
-        answer.tokens += [t.token for t in output.new]
-        answer.log_probs += [t.log_prob for t in output.new]
-        answer.is_finished = output.finish_reason == "stop"
-    answers = list(found.values())
-    tasks = [task for task, _ in keyed]
+        requests.append(Request(name, prompt + answer.tokens, params, fork_of=fork_of))
+        if begun is None:
+            firsts.setdefault(id(task), requests[-1])
+    needed = list(found.values())[:num_needed]
+    for request in requests:
+        engine.add(request)
+    goes_on = rl.rl_partial_rollouts and num_needed is not None
+    while engine.has_unfinished:
+        if goes_on and all(answer.is_done for answer in needed):
+            for request in requests:
+                engine.abort(request.request_id)
+        for output in engine.step():
+            _take(output, found)
+    if num_needed is not None:
+        source.ahead.clear()
+        source.ahead.update(list(found.items())[num_needed:])
+    _reward(source, [task for task, _ in keyed[:num_needed]], needed)
+    return needed
+
+
+def _take(output: RequestOutput, found: dict[str, Answer]) -> None:
+    """Add the tokens of a step to their answer.  Raises DataError for logits that diverged."""
+    if output.finish_reason == "error":
+        raise DataError(
+            f"the answer {output.request_id} cannot be generated: {output.error}; the "
+            "policy has diverged: resume from an earlier checkpoint with a lower --lr"
+        )
+    answer = found[output.request_id]
+    answer.tokens += [t.token for t in output.new]
+    answer.log_probs += [t.log_prob for t in output.new]
+    answer.is_finished = output.finish_reason == "stop"
+    answer.is_done = output.finish_reason is not None
+
+
+def _reward(source: PromptSource, tasks: Sequence[Task], answers: Sequence[Answer]) -> None:
+    """Set the rewards of answers to ``tasks``."""
     texts = [
         source.tokenizer.detokenize(a.tokens[:-1] if a.is_finished else a.tokens) for a in answers
     ]
@@ -154,7 +194,6 @@ def answer_tasks(
         run = map if num_threads == 1 else threads.map
         for answer, reward in zip(answers, run(Task.reward, tasks, texts), strict=True):
             answer.reward = reward
-    return answers
 
 
 def _build_rollouts(config: RunConfig, answers: Sequence[Answer]) -> Rollouts:

@@ -26,6 +26,7 @@ from megatron.inference.generation import TrainingEngine, open_engine
 from megatron.post_training.reference import ReferencePolicy, score, sum_over_ranks
 from megatron.post_training.rl.environment import open_environments
 from megatron.post_training.rl.generate import (
+    Answer,
     PromptSource,
     check_prompts,
     evaluate_policy,
@@ -63,6 +64,7 @@ class RolloutTraining(Callback):
         self._rollouts: Rollouts | None = None  # of the current round
         self._batches: list[dict[str, Tensor]] = []
         self._saved: JsonObject | None = None  # the round, while it is trained on
+        self._ahead: JsonObject = {}  # answers of later rounds so far, by their keys
         self._num_held_out = 0  # environments for evaluations
         self._tokens_per_s = 0.0  # of the newest round
 
@@ -71,6 +73,8 @@ class RolloutTraining(Callback):
         if config.objective != GRPO:
             return
         self._config = config
+        state = run.objective.saved or {}
+        self._ahead = state.get("ahead") or {}
         if run.is_rank_0:
             path = config.rl.langrl_env_config
             assert path is not None, "a check requires it"
@@ -78,11 +82,11 @@ class RolloutTraining(Callback):
                 open_environments(path, config.training.seed),
                 run.tokenizer,
                 chat_template_of(run.tokenizer, config.tokenizer),
+                {key: Answer(**answer) for key, answer in self._ahead.items()},
             )
             check_prompts(config, self._source)
         if config.rl.grpo_kl_beta:
             self._reference = ReferencePolicy(run)
-        state = run.objective.saved or {}
         if state.get("round") is not None:  # the checkpoint was saved inside of it
             self._hold(state["number"], from_json(state["round"], config))
         self.engine = open_engine(
@@ -124,6 +128,7 @@ class RolloutTraining(Callback):
             "reference_folder": self._reference and self._reference.folder,
             "number": None if is_last else number,
             "round": None if is_last else self._saved,
+            "ahead": self._ahead,
         }
 
     def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
@@ -147,7 +152,8 @@ class RolloutTraining(Callback):
         """Generate round ``number`` with the current weights.  Collective over all ranks."""
         engine.update()
         began_s = time.perf_counter()
-        rollouts = generate_round(run.config, engine.writer.engine, self._source, number)
+        of_engine = engine.writer.engine
+        rollouts, self._ahead = generate_round(run.config, of_engine, self._source, number)
         elapsed_s = time.perf_counter() - began_s
         self._tokens_per_s = float(rollouts.lengths.sum()) / max(elapsed_s, 1e-9)
         run.config = trim_rows(run.config, rollouts)
@@ -234,6 +240,7 @@ def rollout_options(config: RunConfig) -> EngineOptions:
         max_requests=rl.rl_max_inflight_requests,
         max_sequence_length=config.data.seq_length,
         num_cuda_graphs=16 if device.is_cuda() else 0,  # a round is too short for recording
-        max_waiting=max(num_rollouts(config), 1),
+        max_waiting=max((rl.grpo_prompts_per_step + rl.num_prompts_ahead) * rl.grpo_group_size, 1),
+        log_interval=config.inference.inference_logging_step_interval,
         batch_invariant=config.model.batch_invariant_mode,
     )

@@ -107,7 +107,7 @@ class InferenceConfig:
         "forward pass, the default.",
         choices=("none", "layer", "block"),
     )
-    inference_logging_step_interval: int = _engine(
+    inference_logging_step_interval: int = _inference(
         0,
         "Steps of the engine between lines about its requests and KV cache, also in rollouts of "
         "--perform-rl-step; 0: no lines.",

@@ -209,6 +209,9 @@ refit_method nccl,gloo,nvshmem gloo | How rollouts get the weights of training. 
     weights that it holds, and the others are sent by --distributed-backend
 rl_sequence_packing_algo fifo,round-robin fifo | Order in which --rl-use-sequence-packing packs. |
     UNPACKED
+rl_submission_granularity R,G,B B | What makes place for new prompts when it has ended: an answer,
+    a group, or a round. | the engine starts the next answer as soon as one ends (R), and prompts
+    are submitted in rounds
 rl_kv_cache_management_mode persist,offload,recompute persist | KV cache of unfinished answers while
     the weights change. | the new weights compute it again (recompute)
 rl_inference_model_unified_memory_level int 0 | 1: keep the model of rollouts in unified memory. |

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -94,10 +95,24 @@ class RLConfig:
     )
     rl_partial_rollouts: bool = _rl(
         False,
-        "Train while rollouts of older weights go on.",
+        "End the generation of a round when its own answers have ended: the answers of later "
+        "rounds (--rl-generation-lag) go on with the weights of the next round.",
         both_ways=True,
-        refused="a round of rollouts ends before it is trained on, so that a run can be repeated: "
-        "use --no-rl-partial-rollouts",
+    )
+    rl_generation_lag: float | None = _rl(
+        None,
+        "Rounds by which generation is ahead of training, in prompts of a round: with 1, an answer "
+        "begins a round before it is trained on. Default: 1 with --rl-partial-rollouts, else 0.",
+    )
+    rl_consumption_granularity: str = _rl(
+        "B",
+        "What is trained on as soon as it has ended: a round (B), a group (G) or an answer (R).",
+        choices=("R", "G", "B"),
+        refused_values=dict.fromkeys(
+            "RG",
+            "rounds are trained on in the order of their prompts, so that a run can be "
+            "repeated; use B",
+        ),
     )
     rl_prompts_per_eval: int = _rl(
         32,
@@ -105,11 +120,19 @@ class RLConfig:
         at_least=1,
     )
 
+    @property
+    def num_prompts_ahead(self) -> int:
+        """Prompts of later rounds whose answers a round generates too."""
+        lag = self.rl_generation_lag
+        if lag is None:
+            lag = 1.0 if self.rl_partial_rollouts else 0.0
+        return math.ceil(lag * self.grpo_prompts_per_step)
+
 
 # Flags that have an effect in reinforcement learning only.
 RL_FLAGS = tuple(
     f.name
     for f in fields(RLConfig)
     if f.name != "perform_rl_step"
-    and not (f.metadata["option"].refused or f.metadata["option"].ignored)
+    and not any(vars(f.metadata["option"])[why] for why in ("refused", "ignored", "refused_values"))
 )

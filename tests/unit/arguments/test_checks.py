@@ -237,6 +237,7 @@ BESIDE = {
     "overlap_param_gather": "--overlap-grad-reduce",
     "overlap_param_gather_with_optimizer_step": "--overlap-param-gather --overlap-grad-reduce",
     "reset_position_ids": "--position-embedding-type rope",
+    "mock_data": "--perform-rl-step --langrl-env-config environments --grpo-kl-beta 0",
 }
 ACTIONS = {action.dest: action for action in build_parser()._actions}
 

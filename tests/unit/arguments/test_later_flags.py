@@ -79,6 +79,12 @@ def test_instances_of_a_sharded_model_share_optimizer_state_by_the_later_name() 
     assert not run_of(f"{flags} no_shard", 4).optimizer.use_distributed_optimizer
 
 
+def test_mock_data_is_announced_where_rollouts_are_trained_on() -> None:
+    run = run_of("--perform-rl-step --langrl-env-config x.yaml --grpo-kl-beta 0 --mock-data")
+    assert [w for w in run.warnings if w.startswith("--mock-data is without effect")]
+    assert not [w for w in run_of("--mock-data").warnings if w.startswith("--mock-data")]
+
+
 def test_layers_for_inference_are_this_programs_own() -> None:
     assert run_of("--transformer-impl inference_optimized").model.transformer_impl == "local"
 

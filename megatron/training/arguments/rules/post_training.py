@@ -264,7 +264,7 @@ _RL = where(
     {
         "{found}: --perform-rl-step trains on answers to the "
         "prompts of environments: leave it out": named(
-            "--sft --mock-data --data-path --dataset-type --reset-attention-mask"
+            "--sft --data-path --dataset-type --reset-attention-mask"
         ),
         "{found}: the engine needs the weights of the base in the precision of the run: leave it "
         "out": "--lora-base-dtype",

@@ -218,6 +218,10 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
     "--fp8-recipe delayed or tensorwise, which have one scale per weight: optimizer shards do "
     "not align with the blocks of other recipes "
     "| fp8_param_gather": lambda c: c.fp8 is None or c.fp8_recipe not in ("blockwise", "mxfp8"),
+    "training on data sets; --perform-rl-step trains on rollouts | mock_data": lambda c: (
+        not c.perform_rl_step
+    ),
+    "--rl-generation-lag above 0 | rl_partial_rollouts": lambda c: c.rl_generation_lag != 0,
     "training steps, which --skip-train omits | rehearse_memory": lambda c: not c.skip_train,
     "--error-injection-rate | error_injection_type": lambda c: c.error_injection_rate > 0,
     "pretrain_vlm.py (--model-kind vlm) | "
@@ -237,7 +241,9 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
     ),
     "an encoder that is trained (no --freeze-ViT) | recompute_vision": lambda c: not c.freeze_ViT,
     "--perform-rl-step or a script that generates text | "
-    "inference_dynamic_batching_buffer_size_gb": lambda c: c.perform_rl_step or not c.trains,
+    "inference_dynamic_batching_buffer_size_gb inference_logging_step_interval": lambda c: (
+        c.perform_rl_step or not c.trains
+    ),
     "--distributed-backend nccl | high_priority_stream_groups nccl_communicator_config_path "
     "nccl_ub": lambda c: c.distributed_backend in (None, "nccl"),
     "--context-parallel-size of 2 or more | cp_comm_type": lambda c: c.context_parallel_size > 1,
