@@ -1,8 +1,9 @@
-"""Triton's interpreter, with repairs: scalars of NumPy 2.4, and matmuls in bfloat16."""
+"""Triton's interpreter, with repairs: scalars of NumPy 2.4, matmuls in bfloat16, and its speed."""
 
 from __future__ import annotations
 
 import importlib
+import types
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,19 @@ import numpy.typing as npt
 
 
 def mend() -> None:
-    """Let scalars be indices: they are arrays of one.  Convert bfloat16 before matmuls."""
+    """Let scalars be indices: they are arrays of one.  Convert bfloat16 before matmuls.
+
+    Replace the functions of the language once a launch, not in each call of a function, too.
+    """
     interpreter = importlib.import_module("triton.runtime.interpreter")
+    language = types.SimpleNamespace(
+        __globals__={"tl": interpreter.tl, "core": interpreter.tl.core}
+    )
+    patch_language = interpreter._patch_lang
+    interpreter._patch_lang = lambda kernel: patch_language(language)
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(
+        *args, **kwargs
+    )
     patch = interpreter._patch_lang_tensor
 
     def patch_and_mend(tensor: Any, scope: Any) -> None:
