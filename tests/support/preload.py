@@ -51,5 +51,6 @@ for module in OPTIONAL:
 for module in ("tests.support.ranks", "tests.support.tolerances"):
     importlib.import_module(module)
 preload_package("megatron")
-importlib.import_module("megatron.training.arguments.parser").build_parser()  # fills its caches
+# Fills its caches.
+importlib.import_module("megatron.training.arguments.parser").parse_args(argv=[])
 gc.freeze()  # ranks share these pages with the server until they write to them

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -29,10 +31,15 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *, description: str, usage: str) -> None:
         super().__init__(description=description, usage=usage, allow_abbrev=False, add_help=False)
-        self.problems: list[str] = []
-        self.warnings: list[str] = []
         self.replaced: list[str] = []
         self.flags_of_tool: Sequence[str] = ()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the last command line: another one, maybe of another program, follows."""
+        self.prog = os.path.basename(sys.argv[0])
+        self.problems: list[str] = []
+        self.warnings: list[str] = []
         self.given: dict[str, bool] = {}
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ receives the argparse parser.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -62,6 +63,9 @@ def build_parser(extra_args_provider: ExtraArgsProvider | None = None) -> Parser
     return parser
 
 
+_common_parser = functools.cache(build_parser)  # to build one takes most of the time to parse
+
+
 # Attributes of a parsed namespace.  Warnings that `resolve` adds to RunConfig.warnings.
 PARSE_WARNINGS = "parse_warnings"
 # Dests whose values belong to the program, which has replaced the flag by one of its own: neither
@@ -87,11 +91,16 @@ def parse_args(
     in_file = content.get("import_module") or ()
     modules = [*([in_file] if isinstance(in_file, str) else in_file), *modules_to_import(words)]
     problems = problems_of_imports(map(str, modules))
-    parser = build_parser(extra_args_provider)
+    if extra_args_provider is None and not file:
+        parser = _common_parser()
+        parser.begin()
+    else:  # which change flags and defaults
+        parser = build_parser(extra_args_provider)
     parser.problems.extend(problems)
     if file:
         set_defaults_from(parser, content, f"{file[1]} {file[0]}")
     args, rest = parser.parse_known_args(words)
+    vars(args).update({k: [*v] for k, v in vars(args).items() if isinstance(v, list)})
     if not ignore_unknown_args:
         parser.problems.extend(parser.unknown(rest))
     if parser.problems:
@@ -108,6 +117,8 @@ def _config_file(words: Sequence[str], provider: ExtraArgsProvider | None) -> li
     of both flags names it; an empty list if none does.
     """
     flags = [word.partition("=")[0] for word in words]
+    if not {_CONFIG, "--yaml-cfg"}.intersection(flags):
+        return []
     is_ours = (
         provider is None
         or _CONFIG not in flags
