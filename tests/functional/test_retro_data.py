@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -20,12 +21,13 @@ from megatron.training.tokenizer.base import TokenizerSpec
 from megatron.training.tokenizer.tokenizer import create_tokenizer
 from tests.support.dataset_files import GOLDEN, write
 from tests.support.ranks import run_ranks
-from tests.support.runs import TINY, run_gpt
+from tests.support.runs import ANY_LENGTH, TINY, losses, run_gpt
 from tests.support.tokenizer_files import corpus_texts
 from tools.retro import preprocess_data
 
 pytest.importorskip("faiss")
 pytest.importorskip("h5py")
+unit = importlib.import_module("tests.unit.datasets.test_retro")  # skips where they are missing
 
 LETTERS = sorted({letter for text in corpus_texts() for letter in text.lower() if letter.strip()})
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{c}" for c in LETTERS)]
@@ -153,3 +155,46 @@ def test_bad_command_lines_have_one_error(
     words = preprocess_data.known_flags(["--num-layers", "24", "--retro-tasks", "build", "--fp16"])
     assert words == ["--retro-tasks", "build"]
     assert "--num-layers, --fp16: without effect, --load has the" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.feature("Training: neighbors of a RETRO project lower the loss on repeated text")
+def test_retrieval_lowers_the_loss_on_repeated_text(tmp_path: Path) -> None:
+    """Documents of random tokens occur twice: only the other copy tells the tokens of a chunk."""
+    rng = np.random.default_rng(0)
+    documents = rng.integers(unit.VOCAB, size=(1000, 31)).repeat(2, axis=0)
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "text", [[*d, unit.VOCAB] for d in rng.permutation(documents)])
+    config = unit.RetroPreprocessingConfig(
+        retro_project_dir=str(tmp_path),
+        retro_gpt_data_path=("text",),
+        retro_gpt_split="100,0,0",
+        retro_gpt_seq_length=32,
+        retro_gpt_chunk_length=8,
+        retro_gpt_train_samples=1920,
+        retro_gpt_global_batch_size=16,
+        retro_index_str="Flat",
+        retro_query_num_neighbors_save=1,
+    )
+    unit.save_project(config)
+    unit.build_db(config, len, unit.VOCAB)
+    index = unit.ChunkIndex(config, unit.TOKENIZER, unit.embed)
+    index.train()
+    index.add()
+    index.query(preprocess_data.query_datasets(config, unit.TOKENIZER))
+    base = [word for word in ANY_LENGTH if word != "--mock-data"]
+    for flag in ("--global-batch-size", "--eval-interval"):
+        del base[base.index(flag) : base.index(flag) + 2]
+    base += (
+        f"--model-kind retro --retro-project-dir {tmp_path} --retro-add-retriever --num-layers 2 "
+        f"--hidden-size 64 --vocab-size {unit.VOCAB} --micro-batch-size 16 --lr 5e-3 "
+        "--eval-iters 0 --init-method-std 0.1 --lr-decay-style constant "
+        "--retro-num-neighbors 1 --retro-encoder-layers 1 --retro-encoder-hidden-dropout 0 "
+        "--retro-encoder-attention-dropout 0"
+    ).split()
+    with_neighbors, without = (
+        losses(run_gpt(tmp_path / gate, "--retro-attention-gate", gate, base=base, timeout_s=400))
+        for gate in "10"
+    )
+    assert np.mean(without[-10:]) > 0.95 * np.log(unit.VOCAB)
+    assert np.mean(with_neighbors[-10:]) < 0.7 * np.log(unit.VOCAB)
