@@ -194,10 +194,12 @@ def rounded_tokens(x: Tensor, to: NumberFormat) -> Tensor:
     kernel would move it by a code, about 1 % of the logits.
     """
     low, high = to.limits
-    smallest, largest = x.float().clamp(max=0).amin(1, True), x.float().clamp(min=0).amax(1, True)
+    wide = x.detach().float()
+    smallest = wide.clamp(max=0).amin(1, True)
+    largest = wide.clamp(min=0).amax(1, True)
     scale = ((largest - smallest) / (high - low)).clamp(min=_TINY)
     zero = (low - smallest / scale).round()
-    return (((x / scale + zero).round().clamp(low, high) - zero) * scale).to(x.dtype)
+    return (((wide / scale + zero).round().clamp(low, high) - zero) * scale).to(x.dtype)
 
 
 @dataclass(frozen=True)

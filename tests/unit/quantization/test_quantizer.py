@@ -16,6 +16,7 @@ from megatron.core.quantization.formats import (
     NumberFormat,
     Recipe,
     codes_of,
+    rounded_tokens,
     scales_of,
     values_of,
 )
@@ -82,7 +83,10 @@ def test_values_and_gradients_are_those_of_the_plain_formula(recipe: Recipe) -> 
     layer.bias.grad = None  # type: ignore[union-attr]
     w = plain(layer.weight, quantizer.weight_scale, recipe.weight, quantizer.weight_scale_2)
     rounded: Tensor = x
-    if recipe.input is not None:
+    if recipe.input is not None and not recipe.input.is_symmetric:
+        tokens_of = rounded_tokens(x.flatten(0, -2), recipe.input)
+        rounded = x + (tokens_of.view_as(x) - x).detach()
+    elif recipe.input is not None:
         rows = x.flatten(0, -2)
         scale, scale_2 = quantizer.input_scale, quantizer.input_scale
         if recipe.input.is_dynamic:
