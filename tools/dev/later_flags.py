@@ -31,7 +31,7 @@ from megatron.training.arguments.sections import options_by_dest  # noqa: E402
 # Beginning of `program_or_module` -> our program; COMMON rows are declared options.
 PROGRAMS = {
     "megatron/inference/utils.py": "examples/inference/gpt/gpt_dynamic_inference.py",
-    "examples/inference/": "examples/inference/gpt/gpt_dynamic_inference.py",
+    "examples/inference/": "examples/inference/offline_inference.py",
     "examples/mimo/": "examples/mimo/train.py",
     "examples/post_training/modelopt/prune.py": "examples/post_training/modelopt/prune.py",
     "examples/post_training/modelopt/quantize.py": "examples/post_training/modelopt/quantize.py",

@@ -4,6 +4,7 @@
         --save CHECKPOINT --data-path corpus_text_document --target-num-layers 24
 
 --prune-export-config, of later Megatron-LM versions, gives the sizes as JSON: {"num_layers": 24}.
+Their --skip-generate is always so: this program generates nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def command_line(words: list[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--pretrained-model-path")
     parser.add_argument("--prune-export-config")
+    parser.add_argument("--skip-generate", action="store_true")
     own, rest = parser.parse_known_args(words)
     if own.pretrained_model_path is not None:
         rest += ["--load", own.pretrained_model_path]

@@ -45,6 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--references", default="", help="their expected continuations, separated by |"
     )
+    group.add_argument("--skip-generate", action="store_true", help="write no texts at the end")
     group.add_argument(
         "--force-all-expert-routing",
         action="store_true",
@@ -74,7 +75,7 @@ def main() -> None:
     connect(config)
     quantization.quantize_checkpoint(config, uses_all_experts=args.force_all_expert_routing)
     shut_down()
-    if not pairs:
+    if not pairs or args.skip_generate:
         return
     params = SamplingParams(top_k=1, num_tokens_to_generate=LENGTH)
     with ExitStack() as watch:

@@ -109,6 +109,12 @@ class DistributedDataParallelConfig(CheckedConfig):
         "gradients (optim_grads), also parameters (optim_grads_params).",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
     )
+    megatron_fsdp_grad_comm_dtype: str = _distributed(
+        "auto",
+        "Type in which --use-megatron-fsdp reduces gradients: fp32, the default, or bf16, as "
+        "--grad-reduce-in-bf16.",
+        choices=("fp32", "bf16", "auto"),
+    )
     gradient_reduce_div_fusion: bool = _distributed(
         True, "Do not fuse gradient averaging into the reduce-scatter of FSDP."
     )

@@ -84,6 +84,8 @@ def precision(ns: Namespace) -> Iterator[str]:
     gradients in fp32 unless --grad-reduce-in-bf16 or a 16-bit --main-grads-dtype is given.  With
     --fp16 and a dynamic loss scale the NaN check of loss and gradient is off.
     """
+    if ns.use_megatron_fsdp and ns.megatron_fsdp_grad_comm_dtype == "bf16":
+        ns.grad_reduce_in_bf16 = True
     half = torch.bfloat16 if ns.bf16 else torch.float16
     ns.params_dtype = ns.pipeline_dtype = half if ns.bf16 or ns.fp16 else torch.float32
     if ns.fp16 and ns.loss_scale is None:  # which causes overflows by design

@@ -142,6 +142,9 @@ class Metrics(Callback):
             run.timers.log(TIMERS_TO_LOG, normalizer=run.config.logging.log_interval)
             if not self._memory_is_reported:
                 self._report_memory(run)
+        every = run.config.logging.log_memory_interval
+        if every and iteration % every == 0 and run.groups.dp.rank() == 0:
+            print_device_memory(f"(after {iteration} iterations)")
 
     def on_pause(self, run: TrainingRun, reason: PauseReason) -> None:
         self._write_pending()

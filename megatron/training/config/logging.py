@@ -80,6 +80,12 @@ class LoggingConfig:
     log_memory_to_tensorboard: bool = _logging(
         False, "Log memory use to TensorBoard: of the GPU, or of the process on a CPU."
     )
+    log_memory_interval: int | None = _logging(
+        None,
+        "Steps between lines with the memory of each GPU, on the first data-parallel rank; by "
+        "default one line after the first --log-interval.",
+        at_least=1,
+    )
     log_world_size_to_tensorboard: bool = _logging(False, "Log the world size to TensorBoard.")
     wandb_project: str = _logging(
         "", "Weights & Biases project; enables logging to it. Needs --wandb-exp-name."

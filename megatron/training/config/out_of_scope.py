@@ -146,6 +146,10 @@ trust_remote_code | Run the code in the folder of a tokenizer or model. | this p
     files of a folder and never runs code in it
 """,
     "distributed": """
+megatron_fsdp_main_params_dtype fp32,bf16,fp16,auto fp32 | Type of FSDP's parameters. |
+    FSDP stores parameters in fp32
+megatron_fsdp_main_grads_dtype fp32,bf16,fp16,auto auto | Type of FSDP's gradients. |
+    FSDP accumulates gradients in fp32
 use_sharp | Let the network switches reduce gradients. | the environment variable
     NCCL_COLLNET_ENABLE=1 lets NCCL use the switches
 sharp_enabled_group dp,dp_replica | Process group that --use-sharp serves. | it only adjusts
@@ -179,6 +183,10 @@ async_strategy nvrx,mcore nvrx | Package that writes with --async-save. | a thre
     writes
 async_ckpt_use_cpu_shm | Pass tensors to the process that writes in shared memory. | a thread of
     each rank writes, from buffers of its own process
+ckpt_drop_redundant_extra_state | Do not save extra state of layers that others can stand in for. |
+    the extra state of this program's layers is empty
+ckpt_fully_parallel_load_per_rank_objects | Also read the objects of ranks in parallel. | each rank
+    reads its own objects, which are small
 verify_integrity | Save checksums, and verify them at load. | ALWAYS_SO in its format
     safetensors_dist; other formats have no checksums
 ckpt_load_validate_sharding_integrity bool True --no-ckpt-load-validate-sharding-integrity | Do not

@@ -79,6 +79,13 @@ def test_instances_of_a_sharded_model_share_optimizer_state_by_the_later_name() 
     assert not run_of(f"{flags} no_shard", 4).optimizer.use_distributed_optimizer
 
 
+def test_fsdp_reduces_gradients_in_the_type_that_is_asked_for() -> None:
+    flags = "--bf16 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+    flags += "--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype"
+    assert not run_of(f"{flags} bf16", 2).ddp.grad_reduce_in_fp32
+    assert run_of(f"{flags} fp32", 2).ddp.grad_reduce_in_fp32
+
+
 def test_mock_data_is_announced_where_rollouts_are_trained_on() -> None:
     run = run_of("--perform-rl-step --langrl-env-config x.yaml --grpo-kl-beta 0 --mock-data")
     assert [w for w in run.warnings if w.startswith("--mock-data is without effect")]

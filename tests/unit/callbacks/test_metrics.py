@@ -279,6 +279,20 @@ def test_other_ranks_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.startswith("[Rank 0] (after 1 iterations) memory (MB) | allocated: ")
 
 
+def test_the_memory_of_gpus_is_printed_at_its_own_interval(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = fake_run("--log-memory-interval 3 --log-interval 100")
+    metrics = Metrics(sinks_of(Recorder))
+    metrics.on_train_start(run)
+    for _ in range(7):
+        step(run, metrics)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "memory (MB)" in line]
+    assert [line.split(")")[0] for line in lines] == [
+        f"[Rank 0] (after {iteration} iterations" for iteration in (3, 6)
+    ]
+
+
 def test_a_place_that_fails_costs_one_warning_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -140,7 +140,7 @@ _FLAGS_NEEDED = parse_table(
     tp_comm_bulk_wgrad tp_comm_bootstrap_backend
 --defer-embedding-wgrad-compute | wgrad_deferral_limit
 --use-torch-fsdp2 | torch_fsdp2_reshard_after_forward
---use-megatron-fsdp | data_parallel_sharding_strategy
+--use-megatron-fsdp | data_parallel_sharding_strategy megatron_fsdp_grad_comm_dtype
 """
 )
 
