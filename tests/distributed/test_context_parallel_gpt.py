@@ -50,6 +50,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"position_embedding_type": "rope", "rotary_percent": 0.5},
     ),
     "longrope": (LONGROPE, {"position_embedding_type": "rope"}),
+    "scaled_queries": (
+        {
+            **{"rope_type": "yarn", "rotary_scaling_factor": 4.0, "yarn_query_scaling_beta": 0.5},
+            "yarn_original_max_position_embeddings": 3,
+        },
+        {"position_embedding_type": "rope"},
+    ),
     "alibi": ({}, {"position_embedding_type": "alibi"}),
     "linear_attention": (
         {

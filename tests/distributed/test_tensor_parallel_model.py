@@ -43,6 +43,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"position_embedding_type": "rope", "rotary_base": 1000},
     ),
+    "scaled_queries_normed_after_rotation": (
+        {
+            **{**LLAMA, "qk_layernorm": True, "qk_layernorm_after_rope": True},
+            **{"residual_scale": 0.3, "rope_type": "yarn", "rotary_scaling_factor": 4.0},
+            **{"yarn_original_max_position_embeddings": 4, "yarn_query_scaling_beta": 0.5},
+        },
+        {"position_embedding_type": "rope"},
+    ),
     "alibi": ({"layer_norm_placement": "sandwich"}, {"position_embedding_type": "alibi"}),
     "linear_attention": (
         {

@@ -22,12 +22,18 @@ class RotaryTable(NamedTuple):
     """Cosines and sines [s, 1 or b, 1, r/2] of the angle of each pair at each position.
 
     ``windowed``: the table of layers with a sliding window, if it is another one.
+    ``query_scale`` [s, 1 or b, 1, 1]: factor of the queries at each position, if they have one.
     """
 
     cos: Tensor
     sin: Tensor
     interleaved: bool = False
     windowed: RotaryTable | None = None
+    query_scale: Tensor | None = None
+
+    def scaled(self, query: Tensor) -> Tensor:
+        """Multiply queries [s, b, n, d] by the factor of their position."""
+        return query if self.query_scale is None else query * self.query_scale
 
 
 def apply_rotary(x: Tensor, table: RotaryTable, *, fused: bool = True) -> Tensor:

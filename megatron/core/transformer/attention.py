@@ -501,16 +501,19 @@ class SelfAttention(SelfAttentionBase):
         self, hidden_states: Tensor, rotary: RotaryTable | None, packed: PackedSeqParams | None
     ) -> tuple[Tensor, ...]:
         """Compute query, key and value, rotated by ``rotary`` if this layer has positions."""
+        table = rotary
         if rotary is not None and self.is_windowed and rotary.windowed:
             rotary = rotary.windowed
         rotary = rotary if self.has_rope else None
         if not is_replaced(self, "get_query_key_value_tensors"):
-            return self.get_query_key_value_tensors(hidden_states, rotary=rotary)
-        query, key, value, *rest = self.get_query_key_value_tensors(hidden_states, None)
-        if rotary is not None:
-            fused = self.config.apply_rope_fusion
-            query, key = (apply_rotary(x, rotary, fused=fused) for x in (query, key))
-        return query, key, value, *rest
+            query, *rest = self.get_query_key_value_tensors(hidden_states, rotary=rotary)
+        else:
+            query, key, *rest = self.get_query_key_value_tensors(hidden_states, None)
+            if rotary is not None:
+                fused = self.config.apply_rope_fusion
+                query, key = (apply_rotary(x, rotary, fused=fused) for x in (query, key))
+            rest = [key, *rest]
+        return query if table is None else table.scaled(query), *rest
 
     def get_query_key_value_tensors(
         self,
@@ -525,7 +528,8 @@ class SelfAttention(SelfAttentionBase):
         rows as of queries, and behind these.
 
         Query and key have their norms applied, if configured, and are rotated by ``rotary``, if it
-        is given.  A project may override this method without ``rotary``.
+        is given; in this order, unless --qk-layernorm-after-rope.  A project may override this
+        method without ``rotary``.
         """
         mixed, bias = self.linear_qkv(hidden_states)
         assert bias is None, "the projection adds its bias itself"
@@ -537,13 +541,17 @@ class SelfAttention(SelfAttentionBase):
             query, gate, rest = mixed.split([query_rows, query_rows, 2 * width], -1)
             mixed = torch.cat([query, rest], -1)
             gates = [gate.flatten(2)]
+        norms = self.q_layernorm, self.k_layernorm
+        is_normed_last = self.config.qk_layernorm_after_rope
         query, key, value = split_and_rotate(
             mixed,
             self.hidden_size_per_attention_head,
             rotary,
-            (self.q_layernorm, self.k_layernorm),
+            (None, None) if is_normed_last else norms,
             fused=self.config.apply_rope_fusion,
         )
+        if is_normed_last and norms[0] is not None and norms[1] is not None:
+            query, key = norms[0](query), norms[1](key)
         if self.config.qk_l2_norm and self.has_rope and self.q_layernorm is None:
             query, key = l2_norm(query), l2_norm(key)
         return query, key, value, *gates

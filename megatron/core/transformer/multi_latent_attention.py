@@ -260,6 +260,7 @@ class MLASelfAttention(MultiLatentAttention):
         c = self.config
         linear_q = self.linear_q_proj if c.q_lora_rank is None else self.linear_q_up_proj
         query = linear_q(narrow_query)[0].unflatten(-1, (-1, self.query_width))
+        query = rotary.scaled(query)
         query, position = query.split([c.qk_head_dim, c.qk_pos_emb_head_dim], -1)
         return query, apply_rotary(position, rotary, fused=self.config.apply_rope_fusion)
 

@@ -47,6 +47,7 @@ class RopeScaling:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     attention_factor: float | None = None  # None: computed by the rule of ``kind``
+    query_beta: float | None = None  # of yarn: queries grow with the logarithm of their position
 
     @property
     def amplitude(self) -> float:
@@ -250,7 +251,12 @@ class RotaryEmbedding(nn.Module):
         windowed = None
         if self.windowed is not None:
             windowed = self.windowed.table_at(positions, num_positions, dtype)
-        return RotaryTable(cos.to(dtype), sin.to(dtype), self.rotary_interleaved, windowed)
+        scale: Tensor | None = None
+        if self.scaling is not None and self.scaling.query_beta is not None:
+            contexts = (positions / self.scaling.original_max_positions).floor()
+            scale = 1 + self.scaling.query_beta * torch.log(1 + contexts)
+            scale = scale.to(dtype).view(*positions.shape, *[1] * (4 - positions.dim()))
+        return RotaryTable(cos.to(dtype), sin.to(dtype), self.rotary_interleaved, windowed, scale)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False) -> Tensor:
         """Return the rotation angle of each channel: [s, 1, 1, r] float32 (Megatron-LM's call).
@@ -375,6 +381,7 @@ def _yarn(c: TransformerConfig, max_sequence_length: int) -> RopeScaling:
         beta_slow=1.0 if c.yarn_beta_slow is None else c.yarn_beta_slow,
         round_correction_range=c.yarn_correction_range_round_to_int,
         attention_factor=ratio,
+        query_beta=c.yarn_query_scaling_beta,
     )
 
 

@@ -167,6 +167,9 @@ class ResidualLayer(MegatronModule, BaseTransformerLayer):
         if norms[1] is not None and not isinstance(norms[1], IdentityOp):
             x, bias = added
             added = norms[1](x if bias is None else x + bias), None
+        if (scale := self.config.residual_scale) is not None:
+            x, bias = added
+            added = x * scale, None if bias is None else bias * scale
         prob = self.hidden_dropout if self.training else 0.0
         is_ours = bda is get_bias_dropout_add and self.config.bias_dropout_fusion
         if is_ours and adds_in_norm(*added, residual):

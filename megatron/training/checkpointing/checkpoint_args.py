@@ -58,7 +58,7 @@ LINEAR = tuple(
 YARN = tuple(
     """
     rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
-    yarn_correction_range_round_to_int mscale mscale_all_dim
+    yarn_query_scaling_beta yarn_correction_range_round_to_int mscale mscale_all_dim
     """.split()
 )
 ADAPTERS = (
@@ -88,7 +88,8 @@ FORCED = (
     *"""
     attention_output_gate experimental_attention_variant linear_attention_freq
     num_query_groups group_query_attention add_qkv_bias qk_layernorm qk_layernorm_full_width
-    qk_l2_norm apply_query_key_layer_scaling attn_logit_softcapping softmax_scale softmax_type
+    qk_layernorm_after_rope qk_l2_norm apply_query_key_layer_scaling attn_logit_softcapping
+    softmax_scale softmax_type
     position_embedding_type add_position_embedding use_rotary_position_embeddings rotary_base
     rotary_percent rotary_interleaved rope_type no_rope_freq use_rope_scaling
     rope_scaling_factor rotary_seq_len_interpolation_factor mrope_section window_rotary_base
@@ -97,7 +98,7 @@ FORCED = (
     moe_grouped_gemm moe_apply_probs_on_input
     normalization norm_epsilon apply_layernorm_1p layer_norm_placement
     apply_residual_connection_post_layernorm
-    add_bias_linear attention_dropout hidden_dropout embedding_scale output_scale
+    add_bias_linear attention_dropout hidden_dropout residual_scale embedding_scale output_scale
     final_logit_softcapping untie_embeddings_and_output_weights bert_binary_head mtp_num_layers
     is_hybrid_model retro_chunk_length retro_encoder_layers spec
     pad_vocab_in_loss tokenizer_type tiktoken_pattern vocab_extra_ids
@@ -302,6 +303,7 @@ _NO_PLAIN_GELU = ("swiglu", "geglu", "quick_geglu", "relu", "squared_relu", "ope
 _OF_ALIGNMENT = ("sft", "context_parallel_size")  # what --sft-alignment follows from
 # Effective values of omitted flags, where the configuration has None.
 _MEANT = {
+    "residual_scale": 1.0,
     "embedding_scale": 1.0,
     "output_scale": 1.0,
     "rotary_seq_len_interpolation_factor": 1,

@@ -43,7 +43,7 @@ _READ_BY_SOME: tuple[tuple[Callable[[ModelShape], bool], Iterable[str]], ...] = 
         lambda shape: shape.position_embedding_type in ("rope", "mrope"),
         (
             *("rotary_base", "rotary_percent", "rotary_interleaved"),
-            "rotary_seq_len_interpolation_factor",
+            *("rotary_seq_len_interpolation_factor", "without_rope"),
         ),
     ),
     (lambda shape: shape.position_embedding_type == "mrope", ("mrope_section",)),
@@ -106,11 +106,14 @@ class ModelShape:
     longrope_long_factor: tuple[float, ...] | None = None
     longrope_original_max_position_embeddings: int | None = None
     window_rotary_base: float | None = None  # in layers with a window, if it is another one
+    without_rope: tuple[bool, ...] = ()  # per layer: whether it does not rotate; (): all rotate
     windows: tuple[int | None, ...] = ()  # per layer: number of earlier tokens it attends to
     qk_norm: str | None = None  # head: per head; wide: over all heads; latent: of MLA
+    qk_layernorm_after_rope: bool = False
     softmax_scale: float = 0.0
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    residual_scale: float = 1.0
     embedding_scale: float = 1.0
     output_scale: float = 1.0  # of the output layer's input
     is_tied: bool = False
@@ -138,6 +141,7 @@ class ModelShape:
     yarn_original_max_position_embeddings: int | None = None
     yarn_beta_fast: float | None = None
     yarn_beta_slow: float | None = None
+    yarn_query_scaling_beta: float | None = None
     yarn_correction_range_round_to_int: bool = True
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
@@ -183,6 +187,8 @@ class ModelShape:
             fill(self, "moe_router_group_score_topk", None)  # the default
         if self.is_reward:
             fill(self, "is_tied", False)
+        if not any(self.without_rope):
+            fill(self, "without_rope", ())
         if self.moe_router_topk_scaling_factor == 1:
             fill(self, "moe_router_topk_scaling_factor", None)
         if self.position_embedding_type == "relative" or set(self.pattern) == {"M"}:
@@ -224,7 +230,9 @@ def shape_of(config: RunConfig, vocab_size: int) -> ModelShape:
             for layer in range(m.num_layers)
         ),
         "qk_norm": "wide" if m.qk_layernorm_full_width else heads,
+        "without_rope": tuple(not layer_has_rope(m, layer) for layer in range(m.num_layers)),
         "softmax_scale": m.kv_channels**-0.5 if m.softmax_scale is None else m.softmax_scale,
+        "residual_scale": 1.0 if m.residual_scale is None else m.residual_scale,
         "embedding_scale": _scale(m.embedding_scale, math.sqrt(m.hidden_size)),
         "output_scale": _scale(m.output_scale, m.hidden_size**-0.5),
         "mtp_num_layers": m.mtp_num_layers or None,
@@ -259,9 +267,9 @@ def _yarn(m: TransformerConfig, longest: int | None) -> dict[str, float | None]:
 
 # Fields that `args_of` converts rather than copies.
 _CONVERTED = frozenset(
-    "kind vocab_size activation is_gated rope_scaling_factor windows qk_norm softmax_scale "
-    "embedding_scale output_scale is_tied is_reward expert_layers has_binary_head pattern "
-    "linear_layers others".split()
+    "kind vocab_size activation is_gated rope_scaling_factor windows without_rope qk_norm "
+    "softmax_scale residual_scale embedding_scale output_scale is_tied is_reward expert_layers "
+    "has_binary_head pattern linear_layers others".split()
 )
 
 
@@ -278,7 +286,9 @@ def args_of(shape: ModelShape) -> dict[str, object]:
         "linear_attention_freq": [int(is_one) for is_one in shape.linear_layers] or None,
         "experimental_attention_variant": LINEAR_VARIANTS[0] if shape.linear_layers else None,
         "rope_type": "yarn" if shape.rotary_scaling_factor != 1 else None,
+        "no_rope_freq": [*map(int, shape.without_rope)] or None,
         "softmax_scale": None if shape.softmax_scale == usual_softmax else shape.softmax_scale,
+        "residual_scale": None if shape.residual_scale == 1 else shape.residual_scale,
         "embedding_scale": _scale_flag(shape.embedding_scale, math.sqrt(shape.hidden_size)),
         "output_scale": _scale_flag(shape.output_scale, shape.hidden_size**-0.5),
         "model_kind": shape.kind,
@@ -346,5 +356,3 @@ def _others(config: RunConfig) -> Iterator[str]:
         yield "--spec"
     if m.qk_l2_norm:
         yield "--qk-l2-norm"
-    if not all(layer_has_rope(m, layer) for layer in range(m.num_layers)):
-        yield "--no-rope-freq"

@@ -94,6 +94,11 @@ class AttentionConfig:
     qk_layernorm_full_width: bool = _network(
         False, "Apply --qk-layernorm over all heads at once instead of per head."
     )
+    qk_layernorm_after_rope: bool = _network(
+        False,
+        "Apply --qk-layernorm after the rotary embedding instead of before it; excludes "
+        "--multi-latent-attention.",
+    )
     longrope_short_factor: tuple[float, ...] | None = _network(
         None,
         "LongRoPE: divisor of each rotary frequency for sequences up to the original length.",
@@ -119,6 +124,11 @@ class AttentionConfig:
         None,
         "YaRN: channels that rotate less often than this over the original context are fully "
         "interpolated; 1 if not given.",
+    )
+    yarn_query_scaling_beta: float | None = _network(
+        None,
+        "YaRN: multiply the query at position p by 1 + beta * ln(1 + floor(p / original context "
+        "length)); queries are not scaled if not given.",
     )
     yarn_correction_range_round_to_int: bool = _network(
         True, "YaRN: do not round the channel range of the interpolation ramp to integers."

@@ -74,6 +74,11 @@ class BaseConfig:
         "Normalize the input of each sublayer (pre), its output (post) or both (sandwich).",
         choices=("pre", "post", "sandwich"),
     )
+    residual_scale: float | None = _network(
+        None,
+        "Multiplier of the output of each sublayer before it is added to the residual stream; "
+        "1 if not given.",
+    )
     embedding_scale: float | None = _network(
         None, "Multiplier of the word embeddings; 0 means sqrt(hidden size)."
     )

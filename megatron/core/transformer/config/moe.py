@@ -89,8 +89,8 @@ class MoEConfig:
     )
     moe_router_enable_expert_bias: bool = _moe(
         False,
-        "Balance load by a bias per expert, without an auxiliary loss; needs "
-        "--moe-router-score-function sigmoid.",
+        "Balance load by a bias per expert, which is added to its score (sigmoid or softmax over "
+        "all experts) when experts are chosen, without an auxiliary loss.",
     )
     moe_router_bias_update_rate: float = _moe(0.001, "Update rate of the expert bias.")
     moe_router_force_load_balancing: bool = _moe(

@@ -22,7 +22,7 @@ def _find_wrong_yarn(c: Any) -> str:
     """Return the betas of YaRN, which interpolates between fast and slow pairs of channels."""
     fast = 32.0 if c.yarn_beta_fast is None else c.yarn_beta_fast
     slow = 1.0 if c.yarn_beta_slow is None else c.yarn_beta_slow
-    return "" if fast > slow > 0 else f"--yarn-beta-fast {fast} and --yarn-beta-slow {slow}"
+    return "" if fast >= slow > 0 else f"--yarn-beta-fast {fast} and --yarn-beta-slow {slow}"
 
 
 _ARCHITECTURE = rules(
@@ -46,6 +46,9 @@ _ARCHITECTURE = rules(
         "--window-size {window_size[0]},{window_size[1]}: sides are counts of tokens, or -1 for "
         "no limit": lambda c: c.window_size is not None and min(c.window_size) < -1,
         "--window-attn-skip-freq needs --window-size": None,
+        "--qk-layernorm-after-rope needs --qk-layernorm: add it": None,
+        "--qk-layernorm-after-rope and --multi-latent-attention exclude each other: its norms are "
+        "those of latent vectors, which are not rotated": None,
         "{found} and --num-layers is {num_layers}: they must agree": lambda c: [
             f"{flag} has {len(pattern)} entries"
             for flag in ("--window-attn-skip-freq", "--no-rope-freq")
@@ -282,7 +285,6 @@ _ROUTER = where(
         "{--moe-router-topk} is not between 1 and {--num-experts}": lambda c: (
             not 1 <= c.moe_router_topk <= c.num_moe_experts
         ),
-        "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: add it": None,
         "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over one expert is always "
         "1, so the router would have no gradient": lambda c: (
             c.moe_router_score_function == "softmax"

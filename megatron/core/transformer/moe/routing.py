@@ -111,10 +111,10 @@ def route(
 ) -> RoutingResult:
     """Choose experts by score plus ``bias`` [E], weigh by score alone.  ``logits``: [n, E].
 
-    ``choose``: default is `best`.
+    Softmax scores with a bias are those over all experts.  ``choose``: default is `best`.
     """
-    is_sigmoid = rule.score_function == "sigmoid"
-    scores = scores_of(logits, rule) if is_sigmoid or rule.pre_softmax else logits
+    is_ranked_by_logits = rule.score_function == "softmax" and not rule.pre_softmax and bias is None
+    scores = logits if is_ranked_by_logits else scores_of(logits, rule)
     ranked = scores.detach() if bias is None else scores.detach() + bias
     if rule.num_groups > 1:
         ranked = within_best_groups(ranked, rule)
@@ -262,7 +262,9 @@ def route_fused(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -
     Same result as `route`.  The kernels accept float32 logits only: in bf16 or fp16 they would
     round at other points than `route`, which could change the chosen experts.
     """
-    fused = kernels.find("router", logits) if logits.dtype == torch.float32 else None
+    adds_to_logits = bias is not None and not (rule.pre_softmax or rule.score_function == "sigmoid")
+    is_exact = logits.dtype == torch.float32 and not adds_to_logits  # the kernel ranks by logits
+    fused = kernels.find("router", logits) if is_exact else None
     if fused is None:
         return route(logits, rule, bias)
     experts, weights = _Route.apply(logits.contiguous(), bias, rule, fused)

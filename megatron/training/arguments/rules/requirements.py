@@ -194,7 +194,7 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
     "mamba_num_groups mamba_num_heads hybrid_attention_ratio hybrid_mlp_ratio "
     "hybrid_override_pattern": lambda c: c.kind.is_hybrid,
     "--rope-type yarn | yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow "
-    "yarn_correction_range_round_to_int": lambda c: (
+    "yarn_query_scaling_beta yarn_correction_range_round_to_int": lambda c: (
         c.rope_type == "yarn" or (c.multi_latent_attention and c.rope_type is None)
     ),
     "a --moe-router-load-balancing-type other "
