@@ -50,6 +50,8 @@ DEFAULT = [
     ("olmo2", "pp2"),
     ("qwen3-moe", "ep2"),
     ("deepseek-v3, latent cache", "tp2"),
+    ("ministral3", "tp2"),
+    ("mistral4, latent cache", "1 rank"),
     ("gpt-oss", "pp2"),
     ("nemotron-h", "2 replicas"),
     ("t5", "1 rank"),
@@ -57,7 +59,7 @@ DEFAULT = [
 
 
 @pytest.mark.feature(
-    "Inference: 14 families give the tokens and log-probs of transformers in every layout"
+    "Inference: 28 families give the tokens and log-probs of transformers in every layout"
 )
 @pytest.mark.parametrize(
     ("reference", "name"), selection.only(DEFAULT, PAIRS), indirect=["reference"]

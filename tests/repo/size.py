@@ -58,7 +58,7 @@ BUDGETS: dict[str, int] = {
     "training/checkpointing": 13950,
     "training/compat": 3900,
     "training/config": 9100,
-    "training/conversion": 49200,
+    "training/conversion": 52100,
     "training/data": 8300,
     "training/datasets": 0,
     "training/estimates": 5450,

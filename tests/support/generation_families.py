@@ -1,4 +1,4 @@
-"""Tiny random models of 14 families, and the greedy tokens that `transformers` generates with them.
+"""Tiny random models of 28 families, and the greedy tokens that `transformers` generates with them.
 
 Logits are spread so that a step is decided by much more than the rounding of fp32, and texts do not
 repeat one token: `Reference.generate` asserts both.
@@ -77,6 +77,22 @@ FAMILIES = {
         "deepseek v3", _SIZE, flags=(("cache_mla_latents", True),), has_experts=True
     ),
     "gpt-oss": Family("gpt-oss", _WINDOW, has_experts=True),
+    "olmo3": Family("olmo3", _WINDOW, seed=1),
+    "smollm3": Family("smollm3", _SIZE),
+    "exaone4": Family("exaone4", _WINDOW),
+    "glm4": Family("glm4", _SIZE),
+    "seed-oss": Family("seed-oss", _SIZE),
+    "granite": Family("granite", _SIZE),
+    "ministral3": Family("ministral3", _SIZE, seed=2),
+    "olmoe": Family("olmoe", _SIZE, seed=1, has_experts=True),
+    "minimax-m2": Family("minimax m2", _SIZE, has_experts=True),
+    "ernie-4.5-moe": Family("ernie 4.5 moe", _SIZE, has_experts=True),
+    "hunyuan-moe": Family("hunyuan moe", _SIZE, has_experts=True),
+    "glm4-moe": Family("glm4 moe", _SIZE, seed=4, has_experts=True),
+    "mistral4": Family("mistral4", _SIZE, has_experts=True),
+    "mistral4, latent cache": Family(
+        "mistral4", _SIZE, flags=(("cache_mla_latents", True),), has_experts=True
+    ),
     "mamba2": Family("mamba2", {}),
     "nemotron-h": Family(
         "nemotron-h", {"max_position_embeddings": 256, "hybrid_override_pattern": "M*M-"}, seed=1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,9 +71,20 @@ _YARN = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.7},
     **{"mscale_all_dim": 0.7, "original_max_position_embeddings": 40},
 }
-_WIDE = {
+WIDE = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False},
     **{"original_max_position_embeddings": 16, "beta_fast": 8.0, "beta_slow": 1.0},
+}
+_GROWING = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0},
+    **{"mscale_all_dim": 1.0, "original_max_position_embeddings": 16},
+    "llama_4_scaling_beta": 0.1,
+}
+_PARTIAL = {
+    "head_dim": 16,
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    },
 }
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 
@@ -94,7 +107,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
-    "qwen3, yarn": ("Qwen3", {"head_dim": 16, "rope_parameters": _WIDE}),
+    "qwen3, yarn": ("Qwen3", {"head_dim": 16, "rope_parameters": WIDE}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": (
         "Gemma2",
@@ -162,10 +175,69 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {
             **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
-            **{"sliding_window": 6, "swiglu_limit": 0.5, "rope_parameters": _WIDE},
+            **{"sliding_window": 6, "swiglu_limit": 0.5, "rope_parameters": WIDE},
+        },
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {**WIDE, "attention_factor": 0.1 * math.log(4) + 1},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "exaone4": ("Exaone4", {"sliding_window": 5, "sliding_window_pattern": 2}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "seed-oss": (
+        "SeedOss",
+        {"head_dim": 16, **dict.fromkeys(("attention_dropout", "residual_dropout"), 0.0)},
+    ),
+    "granite": (
+        "Granite",
+        {
+            **{"embedding_multiplier": 12.0, "logits_scaling": 6.0},
+            **{"residual_multiplier": 0.22, "attention_multiplier": 0.5},
+        },
+    ),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": _GROWING}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "minimax m2": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, **_PARTIAL}),
+    "ernie 4.5 moe": (
+        "Ernie4_5_Moe",
+        {
+            **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "hunyuan moe": (
+        "HunYuanMoEV1",
+        {
+            **{"num_experts": 4, "moe_topk": [2, 2], "head_dim": 16},
+            "rope_parameters": {
+                **{"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
+            },
+        },
+    ),
+    "glm4 moe": (
+        "Glm4Moe",
+        {
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            **{"use_qk_norm": True, "attention_bias": True, "num_mtp_layers": 0},
+        },
+    ),
+    "mistral4": (
+        "Mistral4",
+        {
+            **{**_LATENT, "first_k_dense_replace": 0, "max_position_embeddings": 64},
+            "rope_parameters": {**_GROWING, "partial_rotary_factor": 1 / 3},
         },
     ),
 }
+OF_TWO_LAYERS = [*CASES][[*CASES].index("olmo3") :]  # the others have three
 
 # Of kinds other than GPT: class of the config, of the model, and what the config has.
 _BERT = {
@@ -255,7 +327,7 @@ def make(case: str, **changes: Any) -> Any:
         common: dict[str, Any] = {}
     else:
         name, own = CASES[case]
-        common = _COMMON
+        common = _COMMON | ({"num_hidden_layers": 2} if case in OF_TWO_LAYERS else {})
     if name == "GPT2":
         ids = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
         common = {key: _COMMON[key] for key in ids}
@@ -277,9 +349,9 @@ def grown(model: Any) -> Any:
         elif "embed" not in key and key != "shared.weight":
             is_large = key.endswith(".q.weight") or "wi_" in key  # T5 does not scale scores
             param.mul_(0.3 if is_large else 3)
-    for key, buffer in model.named_buffers():
+    for key, value in (*model.named_parameters(), *model.named_buffers()):
         if "e_score" in key:
-            buffer.normal_(0, 0.2)
+            value.normal_(0, 0.2)
     return model.eval()
 
 
@@ -306,7 +378,11 @@ def logits_of(folder: Path, ids: Tensor) -> tuple[Tensor, str]:
     logger = logging.getLogger("transformers")
     logger.addHandler(handler)
     try:
-        model = AUTO.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+        model_class = getattr(transformers, name)  # the auto class does not know each of them
+        model = model_class.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
     finally:
         logger.removeHandler(handler)
     return model.eval()(ids, use_cache=False).logits, "\n".join(heard)

@@ -6,6 +6,7 @@ In this package "ours" are the global tensor names of this program and the value
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
+from megatron.core.transformer.rope import yarn_mscale
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import AHEAD, AHEAD_LAYER, Rule
 
@@ -299,12 +301,24 @@ def _write_rope(shape: ModelShape) -> Values:
     return out
 
 
+def rope_with(base: float = 1e4, part: float = 1.0) -> Field:
+    """Convert RoPE entries whose defaults are another ``base`` and rotated ``part`` of a head."""
+    defaults = {"rope_theta": base, "partial_rotary_factor": part}
+
+    def write(shape: ModelShape) -> Values:
+        written = {} if part == 1 else {"partial_rotary_factor": shape.rotary_percent}
+        return {**_write_rope(shape), **written}
+
+    return Field(lambda config: _read_rope({**defaults, **config}), write)
+
+
 def _read_mscale(rope: Config) -> Values:
-    if rope.get("attention_factor") is not None:
-        raise CheckpointError(
-            f"config.json has attention_factor {rope['attention_factor']}: only the rule is built"
-        )
     mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    given, rule = rope.get("attention_factor"), yarn_mscale(float(rope["factor"]))
+    if given is not None and (mscale or of_all or not math.isclose(given, rule)):
+        raise CheckpointError(
+            f"config.json has attention_factor {given}: only the rule is built, which is {rule}"
+        )
     if not mscale or not of_all:
         return {}
     return {"mscale": float(mscale), "mscale_all_dim": float(of_all)}
@@ -378,6 +392,23 @@ _ROPE_TYPES: dict[str, tuple[str, tuple[Field, ...]]] = {
     ),
 }
 ROPE = Field(_read_rope, _write_rope)
+
+
+# Entries of a model that exists in transformers 5 only: the object rope_parameters, YaRN, and
+# queries that grow with the logarithm of their position.
+SCALED_QUERIES = Field(
+    lambda config: {
+        **_read_rope(config),
+        "yarn_query_scaling_beta": rope_of(config).get("llama_4_scaling_beta"),
+    },
+    lambda shape: {
+        "rope_parameters": {
+            "rope_theta": float(shape.rotary_base),
+            **(_write_rope(shape)["rope_scaling"] or {}),
+            "llama_4_scaling_beta": shape.yarn_query_scaling_beta,
+        }
+    },
+)
 
 
 def _read_two_ropes(config: Config) -> Values:

@@ -32,18 +32,22 @@ class Rule:
     ``is_qkv``: theirs have all queries, then all keys, then all values, in one tensor or in three,
     or keys and values in two; ours is ordered by query group.  ``transposed``: their matrices are
     [in, out].  ``by_turns``: in theirs, rows of the gate and of the up projection alternate.
-    ``rows``: for other orders, returns for each of theirs the index in ours of each of its rows.
+    ``is_row``: theirs is a matrix of one row.  ``rows``: for other orders, returns for each of
+    theirs the index in ours of each of its rows.
     """
 
     theirs: tuple[str, ...]
     is_qkv: bool = False
     transposed: bool = False
     by_turns: bool = False
+    is_row: bool = False
     rows: Callable[[Heads], Sequence[Tensor]] | None = None
 
     def to_ours(self, parts: Sequence[Tensor], shape: Heads) -> Tensor:
         """Convert their tensors, in the order of ``theirs``, to ours."""
         parts = [part.t() if self.transposed else part for part in parts]
+        if self.is_row:
+            return parts[0][0]
         if self.rows is not None:
             return torch.cat(list(parts))[torch.cat(list(self.rows(shape))).argsort()]
         if self.by_turns:
@@ -58,7 +62,9 @@ class Rule:
     def to_theirs(self, ours: Tensor, shape: Heads) -> list[Tensor]:
         """Convert our tensor to theirs, in the order of ``theirs``; views where possible."""
         parts: Sequence[Tensor] = [ours]
-        if self.rows is not None:
+        if self.is_row:
+            parts = [ours.unsqueeze(0)]
+        elif self.rows is not None:
             parts = [ours[rows] for rows in self.rows(shape)]
         elif self.by_turns:
             parts = [torch.stack(ours.chunk(2), 1).flatten(0, 1)]
@@ -94,7 +100,7 @@ class Rule:
         """Return the tensors that `to_theirs` makes of ``ours`` once they are used, in order."""
         # Computed without `to_theirs`: joining meta tensors imports torch's compiler.
         rows, *columns = ours.shape
-        sizes = [(rows, *columns)]
+        sizes = [(1, rows)] if self.is_row else [(rows, *columns)]
         if self.rows is not None:
             sizes = [(len(numbers), *columns) for numbers in self.rows(shape)]
         elif self.is_qkv and len(self.theirs) > 1:

@@ -163,14 +163,24 @@ def _their_logits(folder: Path, config: RunConfig, prompts: Tensor) -> list[Tens
     if kind.has_masked_lm_head and config.language_model.bert_binary_head:
         auto = "PreTraining"
     # Prompts have no padding.
-    padding = {"pad_token_id": None} if config.preference.reward_model else {}
-    model = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(
+    more: dict[str, Any] = {"pad_token_id": None} if config.preference.reward_model else {}
+    loader = getattr(transformers, f"AutoModelFor{auto}")
+    described = read_config(folder)
+    names = described.get("architectures")
+    name = str(names[0]) if names and isinstance(names, list) else ""
+    named = getattr(transformers, name, None)
+    if auto == "CausalLM" and name.endswith(auto) and named is not None:
+        # transformers does not find the class of each family by its model_type.
+        loader = named
+        its = named.config_class
+        more["config"] = its.from_dict({**described, "model_type": its.model_type})
+    model = loader.from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation="eager",
         local_files_only=True,
         trust_remote_code=False,
-        **padding,
+        **more,
     )
     return list(their_outputs(model.eval(), config, prompts))
 

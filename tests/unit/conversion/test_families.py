@@ -20,6 +20,7 @@ from megatron.training.conversion.convert import (
     read_source,
     run_config,
 )
+from megatron.training.conversion.hf import family_of
 from megatron.training.conversion.verify import our_logits, our_model
 from tests.support import hugging_face_models as models
 from tests.support import tolerances
@@ -38,6 +39,11 @@ def config_of(folder: Path) -> dict:
 @pytest.mark.feature(
     "Checkpoints: GPT-2, Llama 1-3, Mistral, Qwen2, Qwen3, Gemma 1-3, Phi-3 and OLMo-2 from and to "
     "Hugging Face, bit for bit"
+)
+@pytest.mark.feature(
+    "Checkpoints: OLMo-3, OLMoE, SmolLM3, EXAONE 4, GLM-4, GLM-4.5, Seed-OSS, Granite, "
+    "Ministral 3, Mistral 4, MiniMax-M2, ERNIE 4.5 MoE, Hunyuan-MoE and Kimi-K2 from and to "
+    "Hugging Face"
 )
 @pytest.mark.parametrize("case", models.CASES)
 def test_a_family_in_and_out(case: str, tmp_path: Path) -> None:
@@ -69,6 +75,46 @@ def test_a_family_in_and_out(case: str, tmp_path: Path) -> None:
     logits, heard = models.logits_of(again, ids)
     assert torch.equal(logits, expected)
     assert heard == ""
+
+
+def test_kimi_k2_is_checked_by_the_class_that_its_config_names(tmp_path: Path) -> None:
+    theirs, ours, back = (tmp_path / name for name in ("theirs", "ours", "back"))
+    models.write(theirs, "deepseek v3", num_hidden_layers=2)
+    config = config_of(theirs) | {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoConfig": "code.Config"},
+    }
+    config["rope_parameters"] |= {"beta_fast": 1.0, "beta_slow": 1.0}
+    (theirs / "config.json").write_text(json.dumps(config))
+    printed: list[str] = []
+    convert(ConversionRequest(source=theirs, target=ours, format=OURS), printed.append)
+    assert any("the logits of 3 prompts agree" in line for line in printed)
+    convert(ConversionRequest(source=ours, target=back, format=HF, verify=False), quiet)
+    models.assert_same_weights(back, theirs)
+    assert config_of(back) == config
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "sentence"),
+    [
+        ("hunyuan moe", {"moe_topk": [1, 2]}, r"moe_topk \[1, 2\]: only equal values in all"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0: only None"),
+        ("mistral4", {"n_group": 2}, "n_group 2: only 1"),
+        ("seed-oss", {"attention_out_bias": True}, "attention_out_bias True: only False"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {**models.WIDE, "attention_factor": 2.0}}},
+            "attention_factor 2.0: only the rule is built, which is 1.138",
+        ),
+    ],
+)
+def test_what_no_flag_asks_for_is_refused(
+    case: str, changes: dict, sentence: str, tmp_path: Path
+) -> None:
+    models.write(tmp_path, case)
+    config = config_of(tmp_path) | changes
+    with pytest.raises(CheckpointError, match=sentence):
+        family_of(config).shape(config)
 
 
 def test_the_released_form_of_gemma_3_is_read_as_the_newer_one(tmp_path: Path) -> None:

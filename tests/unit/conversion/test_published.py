@@ -69,6 +69,46 @@ MODELS = {  # billions of weights, without what tokens ahead share
         "num_key_value_heads=8 head_dim=64 num_local_experts=32 num_experts_per_tok=4 "
         "sliding_window=128 max_position_embeddings=131072 vocab_size=201088 rope_theta=150000",
     ),
+    "olmo3": (
+        7.3,
+        "num_hidden_layers=32 hidden_size=4096 intermediate_size=11008 num_attention_heads=32 "
+        "num_key_value_heads=32 sliding_window=4096 vocab_size=100278 "
+        "max_position_embeddings=65536 rope_theta=500000",
+    ),
+    "exaone4": (
+        32.0,
+        "num_hidden_layers=64 hidden_size=5120 intermediate_size=27392 num_attention_heads=40 "
+        "num_key_value_heads=8 head_dim=128 sliding_window=4096 sliding_window_pattern='LLLG' "
+        "vocab_size=102400 max_position_embeddings=131072 rope_theta=1000000 "
+        "rope_scaling={'factor':16.0,'high_freq_factor':4.0,'low_freq_factor':1.0,"
+        "'original_max_position_embeddings':8192,'rope_type':'llama3'}",
+    ),
+    "granite": (
+        8.2,
+        "num_hidden_layers=40 hidden_size=4096 intermediate_size=12800 num_attention_heads=32 "
+        "num_key_value_heads=8 vocab_size=49159 max_position_embeddings=131072 "
+        "rope_theta=10000000.0 embedding_multiplier=12.0 attention_multiplier=0.0078125 "
+        "residual_multiplier=0.22 logits_scaling=16.0 tie_word_embeddings=True",
+    ),
+    "seed_oss": (
+        36.2,
+        "num_hidden_layers=64 hidden_size=5120 intermediate_size=27648 num_attention_heads=80 "
+        "num_key_value_heads=8 head_dim=128 attention_bias=True vocab_size=155136 "
+        "max_position_embeddings=524288 rope_theta=10000000.0",
+    ),
+    "glm4": (
+        9.4,
+        "num_hidden_layers=40 hidden_size=4096 intermediate_size=13696 num_attention_heads=32 "
+        "num_key_value_heads=2 head_dim=128 attention_bias=False vocab_size=151552 "
+        "max_position_embeddings=32768 partial_rotary_factor=0.5 rms_norm_eps=1e-5",
+    ),
+    "smollm3": (
+        3.1,
+        "num_hidden_layers=36 hidden_size=2048 intermediate_size=11008 num_attention_heads=16 "
+        "num_key_value_heads=4 vocab_size=128256 max_position_embeddings=65536 "
+        "rope_theta=5000000.0 use_sliding_window=False sliding_window=None "
+        "tie_word_embeddings=True",
+    ),
 }
 NEMOTRON = (
     "vocab_size=131072 num_attention_heads=32 head_dim=128 mamba_head_dim=64 n_groups=8 "
@@ -108,6 +148,7 @@ YARN = {
     "deepseek_v3": {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
     "deepseek_v2": {"factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707},
     "gpt_oss": {"factor": 32.0, "truncate": False},
+    "olmo3": {"factor": 8.0, "attention_factor": 1.2079441541679836},
 }
 COMMON = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
 

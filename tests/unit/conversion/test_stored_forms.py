@@ -29,6 +29,7 @@ from tests.support import tolerances
 
 layers = pytest.importorskip("transformers.modeling_layers")
 deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+glm = pytest.importorskip("transformers.models.glm4_moe.modeling_glm4_moe")
 
 OURS = "safetensors_dist"
 FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
@@ -330,19 +331,26 @@ def test_scales_that_do_not_fit_are_named(
         plain_numbers(weights, {"quantization_config": {"quant_method": kind}})
 
 
-@pytest.mark.feature("Checkpoints: DeepSeek V3's layers for tokens further ahead come and go")
-def test_layers_that_predict_ahead_compute_what_transformers_does(tmp_path: Path) -> None:
+@pytest.mark.feature(
+    "Checkpoints: the MTP layers of DeepSeek V3 and GLM-4.5 from and to Hugging Face"
+)
+@pytest.mark.parametrize(
+    ("case", "modeling", "name"),
+    [("deepseek v3", deepseek, "DeepseekV3"), ("glm4 moe", glm, "Glm4Moe")],
+)
+def test_layers_that_predict_ahead_compute_what_transformers_does(
+    case: str, modeling: Any, name: str, tmp_path: Path
+) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
-    main = models.write(theirs, "deepseek v3", num_nextn_predict_layers=1)
+    main = models.write(theirs, case, num_hidden_layers=3, num_nextn_predict_layers=1)
     held = models.weights(theirs)
     # The layer of another model is what lies behind the last one.
-    layer = layers.MtpLayer(
-        main.config, deepseek.DeepseekV3DecoderLayer, deepseek.DeepseekV3RMSNorm, layer_idx=2
-    )
-    donor = models.make("deepseek v3", num_hidden_layers=4).model.layers[3]
+    parts = (getattr(modeling, f"{name}{part}") for part in ("DecoderLayer", "RMSNorm"))
+    layer = layers.MtpLayer(main.config, *parts, layer_idx=2)
+    donor = models.make(case, num_hidden_layers=4).model.layers[3]
     layer.mtp_block.load_state_dict(donor.state_dict())
     torch.nn.init.normal_(layer.eh_proj.weight, std=0.2)
-    models.write(tmp_path / "donor", "deepseek v3", num_hidden_layers=4)
+    models.write(tmp_path / "donor", case, num_hidden_layers=4)
     last = "model.layers.3."
     donated = models.weights(tmp_path / "donor")
     held |= {name: value for name, value in donated.items() if name.startswith(last)}

@@ -6,8 +6,15 @@ from megatron.training.conversion.families.bert import BERT, MEGATRON_BERT
 from megatron.training.conversion.families.experts import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    ERNIE_MOE,
+    GLM4_MOE,
     GPT_OSS,
+    HUNYUAN_MOE,
+    KIMI_K2,
+    MINIMAX_M2,
+    MISTRAL4,
     MIXTRAL,
+    OLMOE,
     QWEN2_MOE,
     QWEN3_5,
     QWEN3_5_MOE,
@@ -19,7 +26,10 @@ from megatron.training.conversion.families.mamba import MAMBA2, NEMOTRON_H
 from megatron.training.conversion.families.t5 import T5
 from megatron.training.conversion.family import Family
 
-_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS)
+_EXPERTS = (
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, OLMOE),
+    *(MINIMAX_M2, ERNIE_MOE, HUNYUAN_MOE, GLM4_MOE, MISTRAL4, KIMI_K2),
+)
 _OTHERS = (BERT, MEGATRON_BERT, T5, MAMBA2, NEMOTRON_H)
 FAMILIES: dict[str, Family] = {
     family.model_type: family

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import not_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,10 @@ from megatron.training.conversion.family import (
     HEAD_DIM,
     LLAMA_OUTSIDE,
     ROPE,
+    SCALED_QUERIES,
     SIZES,
     Config,
+    Convert,
     Family,
     Field,
     Names,
@@ -36,6 +39,7 @@ from megatron.training.conversion.family import (
     alike,
     demand,
     rope_of,
+    rope_with,
     same,
     tied,
     windows,
@@ -96,16 +100,20 @@ FIRST_DENSE = Field(
     },
     lambda shape: {"first_k_dense_replace": [*shape.expert_layers, True].index(True)},
 )
-SHARED = Field(
-    lambda config: {
-        "moe_shared_expert_intermediate_size": config["n_shared_experts"]
-        * config["moe_intermediate_size"]
-    },
-    lambda shape: {
-        "n_shared_experts": (shape.moe_shared_expert_intermediate_size or 0)
-        // (shape.moe_ffn_hidden_size or 1)
-    },
-)
+
+
+def shared(count: str) -> Field:
+    """Convert the number of shared experts, each as wide as another expert."""
+    return Field(
+        lambda config: {
+            "moe_shared_expert_intermediate_size": config[count] * config["moe_intermediate_size"]
+            or None
+        },
+        lambda shape: {
+            count: (shape.moe_shared_expert_intermediate_size or 0)
+            // (shape.moe_ffn_hidden_size or 1)
+        },
+    )
 
 
 def groups(counted: int) -> Field:
@@ -127,16 +135,13 @@ def groups(counted: int) -> Field:
 _SOFTMAX: Values = {"moe_router_score_function": "softmax"}
 
 # Every layer has experts; intermediate_size is the width of an expert.
-IN_ALL_LAYERS = (
-    same("num_local_experts", "num_experts"),
-    TOPK,
-    Field(
-        lambda config: {
-            "moe_ffn_hidden_size": config["intermediate_size"],
-            "expert_layers": (True,) * config["num_hidden_layers"],
-        }
-    ),
+_IN_ALL = Field(
+    lambda config: {
+        "moe_ffn_hidden_size": config["intermediate_size"],
+        "expert_layers": (True,) * config["num_hidden_layers"],
+    }
 )
+IN_ALL_LAYERS = (same("num_local_experts", "num_experts"), TOPK, _IN_ALL)
 MIXTRAL = llama_like(
     "mixtral",
     "Mixtral",
@@ -185,6 +190,8 @@ def _read_count(config: Config) -> Values:
     return {"num_experts": count}
 
 
+_COUNT = Field(_read_count, lambda shape: {"num_experts": shape.num_experts})
+
 # Qwen 3 with experts, and a window in every layer or in none.
 QWEN3_MOE = llama_like(
     "qwen3_moe",
@@ -193,9 +200,142 @@ QWEN3_MOE = llama_like(
     HEAD_DIM,
     windows(switch=True),
     NO_BIAS,
-    Field(_read_count, lambda shape: {"num_experts": shape.num_experts}),
+    _COUNT,
     layer=EXPERT_LAYER,
     always={**_SOFTMAX, "qk_norm": "head"},
+)
+
+# QK norms over all heads together.
+OLMOE = llama_like(
+    "olmoe",
+    "Olmoe",
+    *SILU,
+    *(_COUNT, TOPK, _IN_ALL, NORMED),
+    NO_BIAS,
+    demand(clip_qkv=None),
+    epsilon=1e-5,
+    layer=EXPERT_LAYER,
+    always={**_SOFTMAX, "qk_norm": "wide"},
+)
+
+# Sigmoid scores, and a bias on them that balances the load.
+_BALANCED: Values = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+
+
+def _read_width_of_rotation(config: Config) -> Values:
+    """Read RoPE entries, of which published models have ``rotary_dim``."""
+    part = config.get("rotary_dim", config["head_dim"]) / config["head_dim"]
+    return rope_with(5e6, part).read(config)
+
+
+MINIMAX_M2 = llama_like(
+    "minimax_m2",
+    "MiniMaxM2",
+    *SILU,
+    HEAD_DIM,
+    *IN_ALL_LAYERS,
+    layer={**MIXTRAL.layer, "mlp.router.expert_bias": "block_sparse_moe.e_score_correction_bias"},
+    always={**_BALANCED, "qk_norm": "wide"},
+    rope=Field(_read_width_of_rotation, ROPE.write),
+)
+
+
+def _read_range(config: Config) -> Values:
+    count = config["num_hidden_layers"]
+    first, last = config.get("moe_layer_start_index", 1), config.get("moe_layer_end_index", -1)
+    step = config.get("moe_layer_interval", 1)
+    chosen = range(first, (count - 1 if last == -1 else last) + 1)
+    return {"expert_layers": tuple(i in chosen and (i + 1) % step == 0 for i in range(count))}
+
+
+# Neighboring channels rotate; scores of all experts by a softmax, and a bias on them.
+ERNIE_MOE = llama_like(
+    "ernie4_5_moe",
+    "Ernie4_5_Moe",
+    activation("hidden_act", "silu"),
+    tied(True),
+    same("moe_num_experts", "num_experts"),
+    same("moe_k", "moe_router_topk"),
+    WIDTH,
+    Field(
+        _read_range,
+        lambda shape: {
+            "moe_layer_start_index": [*shape.expert_layers, True].index(True),
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+        },
+    ),
+    shared("moe_num_shared_experts"),
+    demand(use_bias=False),
+    epsilon=1e-5,
+    layer={
+        **EXPERT_LAYER,
+        **gated("mlp.shared_experts", "mlp.shared_experts", *PROJECTIONS),
+        "mlp.router.expert_bias": Rule(("mlp.moe_statics.e_score_correction_bias",), is_row=True),
+    },
+    always={
+        **_SOFTMAX,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        "rotary_interleaved": True,
+    },
+    rope=rope_with(5e5),
+)
+
+
+def _equal(name: str) -> Convert:
+    """Return a conversion of ``name``, a number or a list that has it for each layer."""
+
+    def read(value: Any) -> object:
+        values = {*value} if isinstance(value, list) else {value}
+        if len(values) != 1:
+            raise CheckpointError(
+                f"config.json has {name} {value}: only equal values in all layers can be converted"
+            )
+        return values.pop()
+
+    return read
+
+
+def _read_fixed_ntk(config: Config) -> Values:
+    """Read RoPE entries; ``alpha`` means another base, which float32 represents by an integer."""
+    rope = rope_of(config)
+    if not rope.get("alpha") or rope["rope_type"] != "dynamic":
+        return ROPE.read(config)
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    base = rope["rope_theta"] * rope["alpha"] ** (width / (width - 2))
+    return ROPE.read({"rope_theta": float(torch.tensor(base, dtype=torch.float32))})
+
+
+# Norms of queries and keys after the rotary embedding; a shared expert as wide as the others.
+HUNYUAN_MOE = llama_like(
+    "hunyuan_v1_moe",
+    "HunYuanMoEV1",
+    *SILU,
+    HEAD_DIM,
+    NO_BIAS,
+    same("num_experts", "num_experts", read=_equal("num_experts")),
+    same("moe_topk", "moe_router_topk", read=_equal("moe_topk")),
+    _IN_ALL,
+    Field(lambda config: {"moe_shared_expert_intermediate_size": config["intermediate_size"]}),
+    epsilon=1e-5,
+    layer={
+        **EXPERT_LAYER,
+        **gated("mlp.shared_experts", "mlp.shared_mlp", *PROJECTIONS),
+        "mlp.router": "mlp.gate.wg",
+        "self_attention.q_layernorm": "self_attn.query_layernorm",
+        "self_attention.k_layernorm": "self_attn.key_layernorm",
+    },
+    always={
+        **_SOFTMAX,
+        "qk_norm": "head",
+        "qk_layernorm_after_rope": True,
+        "moe_router_dtype": "fp32",
+    },
+    rope=Field(_read_fixed_ntk, ROPE.write),
 )
 
 
@@ -359,10 +499,11 @@ def _write_rope(shape: ModelShape) -> Values:
     return {**out, "rope_scaling": scaling}
 
 
+_ROPE = Field(_read_rope, _write_rope)
 _FIELDS = (
     *SIZES,
     same("attention_dropout", "attention_dropout", 0.0),
-    Field(_read_rope, _write_rope),
+    _ROPE,
     same("rms_norm_eps", "norm_epsilon", 1e-6),
     demand(rms_norm_eps=1e-6),  # the only epsilon of latent norms in transformers
     activation("hidden_act", "silu"),
@@ -379,7 +520,7 @@ _FIELDS = (
     same("n_routed_experts", "num_experts"),
     TOPK,
     WIDTH,
-    SHARED,
+    shared("n_shared_experts"),
     FIRST_DENSE,
     SCALED,
     demand(moe_layer_freq=1),
@@ -411,6 +552,18 @@ def _read_method(config: Config) -> Values:
     if method != "greedy":
         raise CheckpointError(f"config.json has topk_method {method}, which is not built here")
     return {}
+
+
+def _write_rope_of_part(shape: ModelShape) -> Values:
+    """Write RoPE entries; transformers counts the rotated channels as a part of each head."""
+    written = SCALED_QUERIES.write(shape)["rope_parameters"]
+    part = (shape.qk_pos_emb_head_dim or 0) / shape.kv_channels
+    return {"rope_parameters": {**written, "partial_rotary_factor": part}}
+
+
+_ROPE_OF_PART = Field(
+    lambda config: {**SCALED_QUERIES.read(config), **_read_rope(config)}, _write_rope_of_part
+)
 
 
 _GROUPS = groups(1)
@@ -445,15 +598,19 @@ DEEPSEEK_V2 = Family(
     layer=_LAYER,
 )
 
-# Sigmoid scores, and a bias on them that balances the load.
+_PREDICTS_AHEAD = same(
+    "num_nextn_predict_layers",
+    "mtp_num_layers",
+    0,
+    lambda count: count or None,
+    lambda count: count or 0,
+)
+_BIAS_OF_EXPERTS = {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"}
+
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    always={
-        **_ALWAYS,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-    },
+    always={**_ALWAYS, **_BALANCED},
     fields=(
         *_FIELDS,
         groups(2),
@@ -463,16 +620,10 @@ DEEPSEEK_V3 = Family(
             topk_method="noaux_tc",
             rope_interleave=True,
         ),
-        same(
-            "num_nextn_predict_layers",
-            "mtp_num_layers",
-            0,
-            lambda count: count or None,
-            lambda count: count or 0,
-        ),
+        _PREDICTS_AHEAD,
     ),
     outside=LLAMA_OUTSIDE,
-    layer={**_LAYER, "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
+    layer={**_LAYER, **_BIAS_OF_EXPERTS},
     ahead={
         **{name: name for name in ("enorm", "hnorm", "eh_proj")},
         "final_layernorm": "shared_head.norm",
@@ -481,4 +632,56 @@ DEEPSEEK_V3 = Family(
         "embedding.word_embeddings.weight": "embed_tokens.weight",
         "output_layer.weight": "shared_head.head.weight",
     },
+)
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
+
+# Rotation of half of each head, norms of each head's queries and keys in some sizes.
+GLM4_MOE = replace(
+    llama_like(
+        "glm4_moe",
+        "Glm4Moe",
+        *SILU,
+        HEAD_DIM,
+        same("attention_bias", "add_qkv_bias", False),
+        same(
+            "use_qk_norm",
+            "qk_norm",
+            False,
+            lambda has: "head" if has else None,
+            lambda norm: norm is not None,
+        ),
+        same("n_routed_experts", "num_experts"),
+        *(TOPK, WIDTH, shared("n_shared_experts"), FIRST_DENSE, SCALED, groups(2)),
+        demand(norm_topk_prob=True),
+        _PREDICTS_AHEAD,
+        epsilon=1e-5,
+        layer={
+            **EXPERT_LAYER,
+            **gated("mlp.shared_experts", "mlp.shared_experts", *PROJECTIONS),
+            **_BIAS_OF_EXPERTS,
+        },
+        always={**_BALANCED, "moe_router_dtype": "fp32"},
+        rope=rope_with(part=0.5),
+    ),
+    ahead=DEEPSEEK_V3.ahead,
+    copies=DEEPSEEK_V3.copies,
+)
+
+# As DeepSeek V3 with softmax scores; the experts of a layer are one tensor [E, out, in].
+MISTRAL4 = Family(
+    model_type="mistral4",
+    architecture="Mistral4ForCausalLM",
+    always={**_ALWAYS, **_SOFTMAX, "moe_router_dtype": None},
+    fields=(
+        *(_ROPE_OF_PART if each is _ROPE else each for each in _FIELDS),
+        same("norm_topk_prob", "moe_router_pre_softmax", True, not_, not_),
+        demand(rope_interleave=True, n_group=1, topk_group=1),
+    ),
+    outside=LLAMA_OUTSIDE,
+    layer={
+        **_LAYER,
+        f"{_EXPERT}linear_fc1.weight": "mlp.experts.gate_up_proj.{}",
+        f"{_EXPERT}linear_fc2.weight": "mlp.experts.down_proj.{}",
+    },
+    stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 )

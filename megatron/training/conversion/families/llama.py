@@ -11,6 +11,7 @@ from megatron.training.conversion.family import (
     LLAMA_OUTSIDE,
     MROPE,
     ROPE,
+    SCALED_QUERIES,
     TWO_ROPES,
     Config,
     Family,
@@ -19,10 +20,12 @@ from megatron.training.conversion.family import (
     Values,
     activation,
     demand,
+    rope_with,
     same,
     tied,
     windows,
 )
+from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule
 
 # Layer with norms before attention and MLP; other families reuse its entries.
@@ -63,12 +66,14 @@ def llama_like(
     layer: Names | None = None,
     always: Values | None = None,
     stacked: tuple[str, ...] = (),
+    rope: Field = ROPE,
 ) -> Family:
     """Return Llama's family with additional ``fields``; ``layer`` overrides names of tensors."""
+    shared = (rope if each is ROPE else each for each in LLAMA_FIELDS)
     return Family(
         model_type=model_type,
         architecture=f"{name}ForCausalLM",
-        fields=(*LLAMA_FIELDS, same("rms_norm_eps", "norm_epsilon", epsilon), *fields),
+        fields=(*shared, same("rms_norm_eps", "norm_epsilon", epsilon), *fields),
         outside=LLAMA_OUTSIDE,
         layer={**LAYER, **(layer or {})},
         always=always or {},
@@ -168,8 +173,8 @@ GEMMA3 = llama_like(
     windows(lambda config, layer: (layer + 1) % config.get("sliding_window_pattern", 6) != 0),
     layer=_NORMS_AROUND,
     always={**_GEMMA, "layer_norm_placement": "sandwich", "qk_norm": "head"},
+    rope=TWO_ROPES,
 )
-GEMMA3 = replace(GEMMA3, fields=tuple(TWO_ROPES if f is ROPE else f for f in GEMMA3.fields))
 
 # One matrix for queries, keys and values, one for gate and up, and LongRoPE.
 PHI3 = llama_like(
@@ -197,8 +202,157 @@ OLMO2 = llama_like(
     always={"layer_norm_placement": "post", "qk_norm": "wide"},
 )
 
+
+def _with_base_of_windows(config: Config) -> Config:
+    """Return config.json of OLMo 3, whose only base is that of layers with a window too."""
+    base = config.get("rope_theta", 5e5)
+    return {"rope_theta": base, "rope_local_base_freq": base, **config}
+
+
+def _write_ropes(shape: ModelShape) -> Values:
+    written = {**ROPE.write(shape)}
+    bases = {"full_attention": shape.rotary_base, "sliding_attention": shape.window_rotary_base}
+    ropes = {
+        kind: {"rope_type": "default", "rope_theta": float(base or shape.rotary_base)}
+        for kind, base in bases.items()
+    }
+    ropes["full_attention"] |= written["rope_scaling"] or {}
+    return {**written, "rope_parameters": ropes}
+
+
+# As OLMo 2, with a window in three of four layers, which YaRN does not reach.
+OLMO3 = replace(
+    llama_like(
+        "olmo3",
+        "Olmo3",
+        *SILU,
+        NO_BIAS,
+        windows(lambda config, layer: (layer + 1) % 4 != 0),
+        epsilon=1e-5,
+        rope=Field(lambda config: TWO_ROPES.read(_with_base_of_windows(config)), _write_ropes),
+    ),
+    layer=OLMO2.layer,
+    always=OLMO2.always,
+)
+
+_ROTATES = "no_rope_layers"  # despite its name 1 stands for a layer with rotary embedding
+
+
+def _read_rotation(config: Config) -> Values:
+    step = config.get("no_rope_layer_interval", 4)
+    layers = range(config["num_hidden_layers"])
+    rotates = config.get(_ROTATES) or [(layer + 1) % step for layer in layers]
+    return {"without_rope": tuple(not rotates[layer] for layer in layers)}
+
+
+# Every fourth layer has no positions; windows only in such layers.
+SMOLLM3 = llama_like(
+    "smollm3",
+    "SmolLM3",
+    activation("hidden_act", "silu"),
+    tied(True),
+    _BIAS,
+    windows(lambda config, layer: _read_rotation(config)["without_rope"][layer], switch=True),
+    Field(
+        _read_rotation,
+        lambda shape: {
+            _ROTATES: [int(not plain) for plain in shape.without_rope] or [1] * shape.num_layers
+        },
+    ),
+    rope=rope_with(2e6),
+)
+
+_EXAONE_WINDOWS = windows(lambda config, layer: not _sees_all(config, layer))
+
+
+def _sees_all(config: Config, layer: int) -> bool:
+    pattern = config.get("sliding_window_pattern", 4)
+    if isinstance(pattern, str):
+        is_last = bool(layer + 1 == config["num_hidden_layers"])
+        return is_last or pattern[layer % len(pattern)] == "G"
+    return (layer + 1) % int(pattern) == 0
+
+
+def _read_exaone_windows(config: Config) -> Values:
+    read = _EXAONE_WINDOWS.read(config)
+    is_mixed = bool(config.get("sliding_window"))
+    return {**read, "without_rope": tuple(is_mixed and size is None for size in read["windows"])}
+
+
+# Norms after attention and after the MLP, and of each head's queries and keys.  A model with
+# windows has no positions in the other layers.
+EXAONE4 = llama_like(
+    "exaone4",
+    "Exaone4",
+    *SILU,
+    HEAD_DIM,
+    Field(_read_exaone_windows, _EXAONE_WINDOWS.write),
+    epsilon=1e-5,
+    layer=_NORMS_BEHIND,
+    always={"layer_norm_placement": "post", "qk_norm": "head"},
+)
+
+# Neighboring channels rotate, in half of each head; norms before and after each part.
+GLM4 = llama_like(
+    "glm4",
+    "Glm4",
+    *SILU,
+    same("head_dim", "kv_channels", 128),
+    same("attention_bias", "add_qkv_bias", True),
+    epsilon=1.5625e-7,
+    layer={
+        "post_self_attn_layernorm": "post_self_attn_layernorm",
+        "mlp.linear_fc1": "mlp.gate_up_proj",
+        "post_mlp_layernorm": "post_mlp_layernorm",
+    },
+    always={"layer_norm_placement": "sandwich", "rotary_interleaved": True},
+    rope=rope_with(part=0.5),
+)
+
+SEED_OSS = llama_like(
+    "seed_oss",
+    "SeedOss",
+    *SILU,
+    same("head_dim", "kv_channels", 128),
+    same("attention_bias", "add_qkv_bias", True),
+    demand(attention_out_bias=False, mlp_bias=False),
+    same("attention_dropout", "attention_dropout", 0.1),
+    same("residual_dropout", "hidden_dropout", 0.1),
+)
+
+
+def _invert(scale: float) -> float:
+    return round(1 / scale, 12)
+
+
+# Multipliers of embeddings, scores, outputs of sublayers and logits.
+GRANITE = llama_like(
+    "granite",
+    "Granite",
+    *SILU,
+    _BIAS,
+    same("embedding_multiplier", "embedding_scale", 1.0, float),
+    same("attention_multiplier", "softmax_scale", 1.0, float),
+    same("residual_multiplier", "residual_scale", 1.0, float),
+    same("logits_scaling", "output_scale", 1.0, _invert, _invert),
+)
+
+# YaRN, and queries that grow with the logarithm of their position.
+MINISTRAL3 = llama_like(
+    "ministral3",
+    "Ministral3",
+    *SILU,
+    same("head_dim", "kv_channels", 128),
+    windows(),
+    epsilon=1e-5,
+    rope=SCALED_QUERIES,
+)
+
 IN_VISION_LANGUAGE = (QWEN2_VL_TEXT, QWEN2_5_VL_TEXT)
-DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2)
+DENSE = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, OLMO3),
+    *(SMOLLM3, EXAONE4, GLM4, SEED_OSS, GRANITE, MINISTRAL3),
+)
 
 
 GPT2 = Family(
