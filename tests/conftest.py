@@ -73,11 +73,13 @@ def same_environment() -> Iterator[None]:
     """A test leaves the environment variables as it found them."""
     before = dict(os.environ)
     yield
-    changed = {k for k in before | os.environ if before.get(k) != os.environ.get(k)}
-    os.environ.clear()
-    os.environ.update(before)
-    # The second is torch's, from importing its compiler.
-    changed -= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+    after = dict(os.environ)
+    changed = {k for k in before | after if before.get(k) != after.get(k)}
+    changed.discard("PYTEST_CURRENT_TEST")
+    if changed:
+        os.environ.clear()
+        os.environ.update(before)
+    changed.discard("TORCHINDUCTOR_CACHE_DIR")  # torch's, from importing its compiler
     assert not changed, f"the test left environment variables changed: {sorted(changed)}"
 
 
@@ -87,7 +89,8 @@ def same_root_logger() -> Iterator[None]:
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     yield
-    root.setLevel(level)
+    if root.level != level:  # to set it clears a cache in each logger
+        root.setLevel(level)
     root.handlers[:] = handlers
 
 
