@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import selection
+from tests.support import forked, selection
 from tests.support.runs import ROOT, TINY, run_gpt, without_times
 
 BASE = [*TINY, *"--train-iters 3 --deterministic-mode --log-params-hash-interval 1".split()]
@@ -58,11 +56,14 @@ def test_threads_share_sums_in_one_way(tmp_path: Path) -> None:
         f"{EXPERTS} {DROPOUT} --hidden-size 128 --seq-length 64 --optimizer muon --train-iters 2"
     )
     flags += " --max-position-embeddings 64 --fp8-format hybrid"
-    command = [sys.executable, "pretrain_gpt.py", *BASE, *flags.split(), "--metrics-file"]
-    threads = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+    program = (
+        "import runpy, torch; torch.set_num_threads(2); "
+        "runpy.run_path('pretrain_gpt.py', run_name='__main__')"
+    )
+    command = [forked.python(), "-c", program, *BASE, *flags.split(), "--metrics-file"]
     seen = []
     for name in ("first", "second"):
-        subprocess.run([*command, f"{tmp_path}/{name}"], cwd=ROOT, env=threads, check=True)
+        subprocess.run([*command, f"{tmp_path}/{name}"], cwd=ROOT, check=True)
         lines = (tmp_path / name).read_text().splitlines()
         seen.append(without_times([json.loads(line) for line in lines]))
     assert seen[0] == seen[1]

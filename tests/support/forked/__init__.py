@@ -77,6 +77,7 @@ def _started(device: str | None) -> str:
         path.chmod(0o755)
     held, session = os.pipe()  # the server ends when ``session`` is closed
     environ = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+    environ["OMP_WAIT_POLICY"] = "passive"  # of programs that set a number of threads
     environ.pop(host_gpu.ASKED, None)
     environ |= {} if device is None else {host_gpu.ASKED: device}
     environ |= _preloaded(client.parent)
