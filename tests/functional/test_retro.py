@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.datasets.retro.db import load_db
+from megatron.core.datasets.retro.index import ChunkIndex
+from megatron.core.datasets.retro.project import load_project
 from megatron.training.arguments.input_files import take_retro_project
 from megatron.training.arguments.parser import parse_args
 from tests.support import tolerances
@@ -49,6 +52,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, Path]
     ("flags", "ranks"),
     [
         ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", 2),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*6|t*3L", 4),
         (
             "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
@@ -132,3 +136,8 @@ def test_a_project_gives_data_and_settings(tmp_path: Path) -> None:
     )
     found, wanted = torch.tensor(losses(shared)), torch.tensor(losses(whole))
     torch.testing.assert_close(found, wanted, **tolerances.LAYOUT_LOSS)
+    index = ChunkIndex(load_project(str(folder)), data.TOKENIZER, data.embed)
+    database = load_db(index.config, "train", data.VOCAB)
+    neighbors = text_generation.look_up(index, 2, 2, database[5]["text"].tolist())
+    assert neighbors[0] == database.with_continuation(5, 2)[1].tolist()
+    assert len(neighbors) == 2

@@ -1,9 +1,10 @@
 """Continue a text with a checkpoint of pretrain_retro.py.
 
     python tools/retro/text_generation.py --load DIR --prompt "..." --neighbors passages.txt
+    python tools/retro/text_generation.py --load DIR --prompt "..." --retro-project-dir D --bert D
 
 Each line of the file is a passage, such as a search engine has found; the first passages are the
-neighbors of every chunk of the text.  `write` takes a function that looks up others for each chunk.
+neighbors of every chunk of the text.  With a project each complete chunk is looked up in its index.
 Each token costs a pass over the whole text: the encoder's output changes with every complete chunk.
 """
 
@@ -12,17 +13,23 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.retro.db import load_db
+from megatron.core.datasets.retro.index import ChunkIndex
+from megatron.core.datasets.retro.project import load_project
 from megatron.core.utils import get_attr_wrapped_model
+from megatron.inference.embedding import embed_texts, huggingface_embedder
 from megatron.inference.generation import generation_config, load_model
 from megatron.training.checkpointing.checkpoint_args import without_code_and_paths
 from megatron.training.checkpointing.paths import open_checkpoint
@@ -45,8 +52,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; default: the newest")
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument(
-        "--neighbors", help="file with a passage in each line; without it the model is a GPT"
+        "--neighbors", help="file with a passage in each line; without neighbors the model is a GPT"
     )
+    parser.add_argument("--retro-project-dir", help="project whose index finds the neighbors")
+    parser.add_argument("--bert", help="Hugging Face folder of the BERT of that project")
     parser.add_argument("--num-tokens", type=int, default=100, help="most tokens to write")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token")
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice of tokens")
@@ -67,19 +76,35 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--load {args.load} holds a model of {kind.entry_script}, which reads no neighbors: "
             "use tools/text_generation_cli.py"
         )
-    if args.neighbors is None:
+    if (args.retro_project_dir is None) != (args.bert is None):
+        raise ConfigError("--retro-project-dir and --bert find neighbors together: give both")
+    if args.neighbors is not None and args.bert is not None:
+        raise ConfigError("--neighbors and --retro-project-dir both give neighbors: leave one out")
+    if args.neighbors is None and args.bert is None:
         asked = {**asked, "retro_attention_gate": 0.0}
     config = generation_config(asked, args.load, step=args.ckpt_step, device_kind=args.device)
     connect(config)
     run, module = load_model(config, parallel_output=False)
     tokenizer = run.tokenizer
-    retrieve = None
+    retrieve: Retrieve | None = None
+    count = config.retro.retro_num_neighbors
     if args.neighbors is not None:
-        passages = read_passages(args.neighbors, config.retro.retro_num_neighbors)
+        passages = read_passages(args.neighbors, count)
         found = [tokenizer.tokenize(passage) for passage in passages]
 
         def retrieve(chunk: Sequence[int]) -> Sequence[Sequence[int]]:
             return found
+
+    elif args.bert is not None:
+        project = load_project(args.retro_project_dir)
+        embed = partial(
+            embed_texts,
+            huggingface_embedder(args.bert, device_kind=args.device),
+            batch_size=1,
+            longest=project.retro_bert_max_chunk_length,
+        )
+        index = ChunkIndex(project, tokenizer, embed)
+        retrieve = partial(look_up, index, count, config.retro.retro_num_retrieved_chunks)
 
     words = write(
         module,
@@ -105,6 +130,19 @@ def read_passages(path: str, count: int) -> list[str]:
             "chunk: add some"
         )
     return lines[:count]
+
+
+def look_up(
+    index: ChunkIndex, count: int, num_chunks: int, chunk: Sequence[int]
+) -> list[Sequence[int]]:
+    """Return the tokens of the ``count`` nearest neighbors, each with its continuation.
+
+    A neighbor that the index does not find has no tokens.
+    """
+    database = load_db(index.config, "train", index.tokenizer.eod)
+    (ids,) = index.search(index.embed_tokens([np.array(chunk)]), count)
+    found = [database.with_continuation(int(i), num_chunks)[1].tolist() for i in ids if i >= 0]
+    return [*found, *[[]] * (count - len(found))]
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -124,16 +123,6 @@ def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Ten
 def get_all_true_mask(size: tuple[int, ...], device: torch.device) -> Tensor:
     """Return a mask that is True everywhere, such as RETRO's ``context_mask``."""
     return torch.ones(size, dtype=torch.bool, device=device)
-
-
-def get_config_path(project_dir: str) -> str:
-    """Return the path of the settings of a RETRO project."""
-    return os.path.join(project_dir, "config.json")
-
-
-def get_gpt_data_dir(project_dir: str) -> str:
-    """Return the folder of a RETRO project that holds the corpora."""
-    return os.path.join(project_dir, "data")
 
 
 def erf_gelu(x: Tensor) -> Tensor:

@@ -134,7 +134,8 @@ core.models.retro.base_attention <- core.models.retro.attention: BaseRetroCrossA
 core.models.retro.decoder_attention <- core.models.retro.attention: RetroDecoderCrossAttention
 core.models.retro.decoder_spec <- core.models.retro.attention: get_retro_decoder_block_spec
 core.models.retro.encoder_attention <- core.models.retro.attention: RetroEncoderCrossAttention
-core.models.retro.utils <- core.compat.models: get_all_true_mask get_config_path get_gpt_data_dir
+core.models.retro.utils <- core.compat.models: get_all_true_mask
+core.models.retro.utils <- core.datasets.retro.project: get_config_path get_gpt_data_dir
 core.models.multimodal.llava_spec <- core.models.gpt.gpt_layer_specs:
     decoder_model_with_local_default_spec=get_gpt_layer_local_spec
     decoder_model_with_transformer_engine_default_spec=get_gpt_layer_with_transformer_engine_spec

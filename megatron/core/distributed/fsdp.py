@@ -350,10 +350,13 @@ class FullyShardedDataParallel(DataParallelBase):
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that become FSDP2 units: layers, and embeddings that are not shared."""
+    """Yield the modules that become FSDP2 units: layers, and embeddings that are not shared.
+
+    An encoder inside of a layer belongs to the unit of that layer.
+    """
     for name, part in module.named_modules():
         last = name.rpartition(".")[2]
-        if last == "layers" and isinstance(part, nn.ModuleList):
+        if last == "layers" and ".layers." not in name and isinstance(part, nn.ModuleList):
             yield from part
         if last == "embedding":
             owner = vars(module.get_submodule(name.rpartition(".")[0]))

@@ -11,7 +11,6 @@ sequence parallelism every tensor-parallel rank gathers the tokens, and holds co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -39,15 +38,17 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
-@dataclass
 class NeighborStates:
     """Hidden states of neighbors; the first layer that attends to them replaces them.
 
-    It encodes the embedded neighbors, once for all layers.
+    It encodes the embedded neighbors, once for all layers.  FSDP2 would copy a dataclass for each
+    layer.
     """
 
-    states: Tensor  # [r n k, b, h]
-    rotary: RotaryTable | None = None  # angles of the positions in a neighbor
+    def __init__(self, states: Tensor, rotary: RotaryTable | None = None) -> None:
+        """``states`` [r n k, b, h]; ``rotary``: angles of the positions in a neighbor."""
+        self.states = states
+        self.rotary = rotary
 
 
 class BaseRetroCrossAttention(MegatronModule):

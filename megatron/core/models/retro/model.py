@@ -155,20 +155,17 @@ class RetroModel(GPTModel):
         A rank has [s/tp] rows of tokens under sequence parallelism, and all rows of neighbors.
         """
         config = self.config
-        is_split = config.sequence_parallel
-        of_chunk = config.retro_chunk_length
-        of_neighbors = config.neighbor_tokens * (self.tp_group.size() if is_split else 1)
-        return num_rows * of_neighbors // (of_chunk + is_sum * of_neighbors)
+        ranks = self.tp_group.size() if config.sequence_parallel else 1
+        of_neighbors = config.neighbor_tokens * ranks
+        return num_rows * of_neighbors // (config.retro_chunk_length + is_sum * of_neighbors)
 
     def adjust_tensor_shapes(self, received: Shapes, sent: Shapes) -> tuple[Shapes, Shapes]:
         """Return the shapes of messages between stages, which have neighbors too."""
         if not self.reads_neighbors:
             return received, sent
-
-        def with_neighbors(shapes: Shapes) -> Shapes:
-            return [(s + self._rows_of_neighbors(s), b, h) for s, b, h in shapes]
-
-        return with_neighbors(received), with_neighbors(sent)
+        rows = self._rows_of_neighbors
+        received, sent = ([(s + rows(s), b, h) for s, b, h in x] for x in (received, sent))
+        return received, sent
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None

@@ -448,7 +448,6 @@ _RETRO = where(
         "it": lambda c: [
             *given(
                 "--num-experts --multi-latent-attention --mtp-num-layers --lora-rank "
-                "--experimental-attention-variant "
                 "--heterogeneous-layers-config-path --reset-attention-mask --reset-position-ids "
                 "--cpu-offloading --multiple-validation-sets --phase-transition-iterations "
                 "--dataset-type"
