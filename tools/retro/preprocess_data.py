@@ -53,6 +53,7 @@ from megatron.training.arguments.parser import parse_args
 from megatron.training.initialize import shut_down
 from megatron.training.preprocess.cli import run_tool
 from megatron.training.process.rank_print import is_rank0, print_rank_0, rank, world_size
+from megatron.training.process.signals import end_with_launcher
 from megatron.training.process.user_code import parse_tool_args
 from megatron.training.tokenizer.base import MegatronTokenizer, TokenizerSpec
 from megatron.training.tokenizer.fingerprint import check_data
@@ -139,6 +140,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
+    end_with_launcher()  # a rank that outlives torchrun would meet those of the next start
     args = parse_tool_args(get_parser, known_flags(argv))
     config = config_of(args)
     tasks = tasks_of(config)

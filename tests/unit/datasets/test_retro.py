@@ -353,15 +353,24 @@ def test_a_project_refuses_what_does_not_fit(flat: Any, corpora: Path, tmp_path:
     other, *_ = datasets(replace(config, retro_gpt_seed=3))
     with pytest.raises(DataError, match=r"sample 0 is not the one whose neighbors are in .*--seed"):
         get_retro_datasets(retro_config(config), {"train": (other, 70)}, LENGTH, VOCAB)
+    (samples,) = (folder / "query").glob("train_*/samples.json")
+    kept = samples.read_text()
+    samples.write_text("[70]")
+    with pytest.raises(DataError, match=r"samples.json is damaged, .*: remove this folder and run"):
+        open_sets(config)
+    samples.write_text(kept)
     sorted((folder / "query").glob("train_*/*.hdf5"))[1].unlink()
     with pytest.raises(DataError, match=r"1 blocks of neighbors are missing, such as .*100.hdf5"):
         open_sets(config)
     write_corpus(folder / "data" / "b", 90, 3)
     with pytest.raises(DataError, match=r"data/b has changed since the database of .* was begun"):
         open_sets(config)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(DataError, match=r"config.json is damaged \(.*\): run tools/retro"):
-        open_sets(config)
+    for text in ("{", '{"a": 1}', "[]"):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(
+            DataError, match=r"config.json is damaged, or .* \(.*\): run tools/retro"
+        ):
+            open_sets(config)
     (folder / "config.json").unlink()
     with pytest.raises(DataError, match=r"config.json is missing: run tools/retro/preprocess"):
         open_sets(config)

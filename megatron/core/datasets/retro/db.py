@@ -218,14 +218,14 @@ def _describe(prefix: str) -> dict[str, Any]:
 
 def _open_corpora(config: RetroPreprocessingConfig) -> list[IndexedDataset]:
     """Open the corpora.  Raises DataError if one has changed since the database was begun."""
-    rows = read_json(_path(config, _INFOS), list, _CURE)
+    known = read_json(_path(config, _INFOS), lambda rows: [r["identity"] for r in rows], _CURE)
     corpora = [IndexedDataset(prefix) for prefix in config.blend[0]]
-    for corpus, row in zip(corpora, rows, strict=True):
-        if corpus.identity != row["identity"]:
+    for corpus, identity in zip(corpora, known, strict=True):
+        if corpus.identity != identity:
             raise DataError(
                 f"{corpus.path_prefix} has changed since the database of {config.project_dir} was "
                 f"begun (sequences, bytes and checksum are {corpus.identity}, were "
-                f"{row['identity']}): restore it, or begin another project"
+                f"{identity}): restore it, or begin another project"
             )
     return corpora
 

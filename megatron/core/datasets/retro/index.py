@@ -27,6 +27,7 @@ from megatron.core.datasets.retro.blocks import ONE_PROCESS, Block, Blocks, Rank
 from megatron.core.datasets.retro.db import DBDataset, load_db
 from megatron.core.datasets.retro.project import RetroPreprocessingConfig, save_project
 from megatron.core.datasets.retro.retro_dataset import (
+    SAMPLES_FILE,
     check_samples,
     documents_of,
     record_samples,
@@ -111,7 +112,8 @@ class ChunkIndex:
             dataset, num_samples = entry
             name = f"{split}_{dataset.unique_description_hash}"
             directory = os.path.join(config.project_dir, "query", name)
-            if self.ranks.rank == 0 and not os.path.isdir(directory):
+            is_begun = os.path.exists(os.path.join(directory, SAMPLES_FILE))
+            if self.ranks.rank == 0 and not is_begun:
                 record_samples(directory, dataset, num_samples)
             self.ranks.wait_for_all()
             check_samples(directory, dataset)

@@ -14,8 +14,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.index_cache import write_atomically
@@ -106,14 +107,14 @@ def get_gpt_data_dir(project_dir: str) -> str:
 
 def load_project(project_dir: str) -> RetroPreprocessingConfig:
     """Read config.json.  Raises DataError if it is missing or holds other settings."""
-    path = get_config_path(project_dir)
-    saved = read_json(path, dict, f"run {_PROGRAM} with this --retro-project-dir first")
-    try:
+
+    def parse(saved: dict[str, Any]) -> RetroPreprocessingConfig:
         paths = tuple(saved.pop("retro_gpt_data_path"))
         saved |= {"retro_project_dir": project_dir, "retro_gpt_data_path": paths}
         return RetroPreprocessingConfig(**saved)
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{path} is of another version ({error}): begin another project") from error
+
+    cure = f"run {_PROGRAM} with this --retro-project-dir first"
+    return read_json(get_config_path(project_dir), parse, cure)
 
 
 def save_project(config: RetroPreprocessingConfig) -> None:
@@ -123,17 +124,15 @@ def save_project(config: RetroPreprocessingConfig) -> None:
     write_json(get_config_path(config.project_dir), kept)
 
 
-def read_json(path: str, kind: type[T], cure: str) -> T:
-    """Return the content of a file of the project.  Raises DataError with ``cure``."""
+def read_json(path: str, parse: Callable[[Any], T], cure: str) -> T:
+    """Return what ``parse`` makes of a file of the project.  Raises DataError with ``cure``."""
     try:
         with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-        if not isinstance(found, kind):
-            raise ValueError(f"a {kind.__name__} is needed")
-        return found
-    except (OSError, ValueError) as error:
-        reason = "is missing" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
-        raise DataError(f"{path} {reason}: {cure}") from error
+            return parse(json.load(file))
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing: {cure}") from error
+    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise DataError(f"{path} is damaged, or of another program ({error}): {cure}") from error
 
 
 def write_json(path: str, value: object) -> None:

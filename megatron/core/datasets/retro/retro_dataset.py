@@ -194,9 +194,13 @@ def record_samples(directory: str, dataset: Any, num_samples: int) -> None:
 
 def check_samples(directory: str, dataset: Any) -> int:
     """Return the number of samples with neighbors.  Raises DataError if ``dataset`` has others."""
-    num_samples, checksums = read_json(
-        os.path.join(directory, SAMPLES_FILE), list, "run the task query-neighbors again"
-    )
+
+    def parse(found: Any) -> tuple[int, list[tuple[int, int]]]:
+        num_samples, checksums = found
+        return int(num_samples), [(int(idx), int(crc)) for idx, crc in checksums]
+
+    cure = "remove this folder and run the task query-neighbors again"
+    num_samples, checksums = read_json(os.path.join(directory, SAMPLES_FILE), parse, cure)
     for idx, crc in checksums:
         if idx >= len(dataset) or _checksum(dataset, idx) != crc:
             raise DataError(
@@ -204,7 +208,7 @@ def check_samples(directory: str, dataset: Any) -> int:
                 "project's data, --split, --seed, --seq-length, numbers of samples and tokenizer, "
                 "or preprocess again in another --retro-project-dir"
             )
-    return int(num_samples)
+    return num_samples
 
 
 def _checksum(dataset: Any, idx: int) -> int:
