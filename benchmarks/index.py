@@ -62,14 +62,16 @@ def write_synthetic(prefix: str, documents: int, tokens_per_document: int) -> No
         file.truncate(int(ends[-1]))
 
 
-def bench_start(prefix: str, num_tokens: int, files: int, length: int) -> None:
+def bench_start(prefix: str, num_tokens: int, files: int, length: int, *, index_free: bool) -> None:
     """Time a blend from nothing to its first 64 samples, and to 64 samples of its third epoch.
 
-    ``files`` links to one file stand for as many files, together of ``num_tokens`` tokens.
+    ``files`` links to one file stand for as many files, together of ``num_tokens`` tokens.  Without
+    ``index_free`` all arrays of Megatron-LM are built, as it builds them.
     """
     for i in range(files):
         for end in (".idx", ".bin"):
-            os.symlink(prefix + end, f"{prefix}-{i}{end}")
+            if not os.path.lexists(f"{prefix}-{i}{end}"):
+                os.symlink(prefix + end, f"{prefix}-{i}{end}")
     documents = len(IndexedDataset(prefix)) * files
     epoch = num_tokens // length
     tracemalloc.start()
@@ -81,7 +83,7 @@ def bench_start(prefix: str, num_tokens: int, files: int, length: int) -> None:
         split="1",
         tokenizer=Tokenizer(),
         create_attention_mask=False,
-        index_free=True,
+        index_free=index_free,
     )
     sizes = [3 * epoch, 0, 0]
     train = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
@@ -90,9 +92,8 @@ def bench_start(prefix: str, num_tokens: int, files: int, length: int) -> None:
             train[i]
         elapsed_s = time.process_time() - started_at_s
         memory = f"{tracemalloc.get_traced_memory()[1] / 2**20:.0f} MiB"
-        row = (
-            f"index-free, {documents:,} documents in {files} files, 64 samples of the {what} epoch"
-        )
+        how = "index-free" if index_free else "Megatron-LM's arrays"
+        row = f"{how}, {documents:,} documents in {files} files, 64 samples of the {what} epoch"
         print(f"| {row} | {elapsed_s:.2f} s | {memory} at most |")
         started_at_s = time.process_time()
     tracemalloc.stop()
@@ -231,11 +232,16 @@ def main() -> None:
     parser.add_argument("--tokens-per-document", type=int, default=500)
     parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--directory", default=None, help="where some 1 GB of files go for a while")
+    parser.add_argument("--only-start", action="store_true", help="only the first samples")
+    parser.add_argument("--most-built", type=int, default=10**7, help="documents with index arrays")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         prefix = os.path.join(directory, "synthetic")
         write_synthetic(prefix, args.documents, args.tokens_per_document)
+        if args.only_start:
+            bench_starts(directory, args)
+            return
         print(f"{args.documents:,} documents of {args.tokens_per_document} tokens, samples of "
               f"{args.sequence_length}\n")  # fmt: skip
         print("| what | speed | |\n|---|---|---|")
@@ -243,11 +249,19 @@ def main() -> None:
         bench_build(IndexedDataset(prefix), args.sequence_length)
         bench_cache(prefix, directory, args.sequence_length)
         bench_fetch(directory, args.sequence_length)
-        for documents in (10**6, 10**8, 10**9):
-            part = os.path.join(directory, f"of-{documents}")
-            write_synthetic(part, documents // 1000, args.tokens_per_document)
-            num_tokens = documents * args.tokens_per_document
-            bench_start(part, num_tokens, 1000, args.sequence_length)
+        bench_starts(directory, args)
+
+
+def bench_starts(directory: str, args: argparse.Namespace) -> None:
+    """Time the start on 10^6 to 10^9 documents; on up to --most-built, the arrays too."""
+    print("| what | CPU time | memory |\n|---|---|---|")
+    for documents in (10**6, 10**7, 10**8, 10**9):
+        part = os.path.join(directory, f"of-{documents}")
+        write_synthetic(part, documents // 1000, args.tokens_per_document)
+        num_tokens = documents * args.tokens_per_document
+        for index_free in (True, False):
+            if index_free or documents <= args.most_built:
+                bench_start(part, num_tokens, 1000, args.sequence_length, index_free=index_free)
 
 
 if __name__ == "__main__":
