@@ -176,6 +176,8 @@ def test_text_gives_one_stream_of_samples(tmp_path: Path, monkeypatch: pytest.Mo
     text.write_text("\n".join(lines))
     flags = ["--data-path", str(text), "--data-cache-path", str(tmp_path / "cache")]
     flags += ["--eval-iters", "0", "--save", str(tmp_path / "ck"), "--save-interval", "2"]
+    (said,) = run_ranks(refusal, 1, [*ON_FILES, *flags[:4]])
+    assert "no shard with the tokens of one sample between 0.999 and 1 of its documents" in said
     monkeypatch.setenv("FAULTS", "step.updated:kill:step4")
     with pytest.raises(AssertionError, match="SIGKILL"):
         run_gpt(tmp_path, *flags, base=ON_FILES)
@@ -186,3 +188,28 @@ def test_text_gives_one_stream_of_samples(tmp_path: Path, monkeypatch: pytest.Mo
     whole = run_gpt(tmp_path / "four", *flags[:6], base=ON_FILES, world_size=4)
     assert losses(killed)[:2] + losses(rest) == pytest.approx(losses(whole), rel=1e-5)
     assert len(set(losses(whole))) == 4
+
+
+def test_contexts_grow_in_every_layout(tmp_path: Path) -> None:
+    documents = [[*(token % 100 for token in part), 100] for part in numbered([32] * 20)]
+    flags = [
+        "--data-path",
+        write(tmp_path / "ended", documents),
+        "--split",
+        "1,0,0",
+        "--eval-iters",
+        "0",
+    ]
+    at = ON_FILES.index("--no-create-attention-mask-in-dataloader")
+    base = [*ON_FILES[:at], *ON_FILES[at + 1 :], *flags]
+    resets = ["--reset-attention-mask", "--reset-position-ids"]
+    curriculum = [*resets, "--length-curriculum", "4", "24"]
+    grown = losses(run_gpt(tmp_path / "a", *curriculum, base=base))
+    layout = "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64"
+    layout += " --pipeline-model-parallel-size 2"
+    split = run_gpt(tmp_path / "b", *curriculum, *layout.split(), base=base, world_size=4)
+    assert losses(split) == pytest.approx(grown, rel=1e-4)
+    assert losses(run_gpt(tmp_path / "c", *resets, base=base))[0] != grown[0]
+    (said,) = run_ranks(refusal, 1, [*base, "--length-curriculum", "40", "24"])
+    assert "--length-curriculum 40 24: give 1 to --seq-length tokens" in said
+    assert "give --reset-attention-mask and --reset-position-ids" in said

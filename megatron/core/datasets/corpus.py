@@ -121,6 +121,14 @@ class Corpus:
             time.sleep(_POLL_S)
         return self._open(number)
 
+    def is_complete(self) -> bool:
+        """Return whether all shards are written; waits for the first one, and a small rest."""
+        self.shard(0)
+        if not self._progress.is_complete:
+            time.sleep(_POLL_S)
+            self._progress = CorpusProgress.read(self.directory) or self._progress
+        return self._progress.is_complete
+
     def _alive_at_s(self) -> float:
         """Return when the tokenizing process last gave a sign, on the clock of `monotonic`."""
         try:
@@ -180,9 +188,11 @@ class CorpusOrder:
             return self._of_shard(place, i - (self._ends[place - 1] if place else 0), 0)
         total = self.samples_per_epoch
         if not total:
+            begin, end = self._fractions
             raise DataError(
-                f"--data-path {self._corpus.path} has no shard with the tokens of one sample: give "
-                "it more data or a larger share in --split"
+                f"--data-path {self._corpus.path} has no shard with the tokens of one sample "
+                f"between {begin:g} and {end:g} of its documents: give it more data or a larger "
+                "share in --split, or do not use this part (--eval-iters 0)"
             )
         epoch, rest = divmod(i, total)
         if epoch != self._epoch:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.config.option import MAX_THREADS, option
+from megatron.core.config.option import INT64_MAX, MAX_THREADS, option
 from megatron.core.registry import Registry
 
 # Values are functions of user code; see megatron.training.data.
@@ -127,6 +127,14 @@ class DataConfig:
     )
     data_tokenize_workers: int = _data(
         1, "Processes that tokenize text data during training.", at_least=1, at_most=MAX_THREADS
+    )
+    length_curriculum: tuple[int, ...] | None = _data(
+        None,
+        "TOKENS SAMPLES: begin with contexts of TOKENS tokens, which grow to --seq-length over "
+        "SAMPLES samples; attention and positions begin anew after each context. Needs "
+        "--reset-attention-mask and --reset-position-ids.",
+        nargs="*",
+        at_most=INT64_MAX,
     )
     index_free: bool = _data(
         False,

@@ -17,6 +17,7 @@ from megatron.core.config.rule import problems_of
 from megatron.core.datasets.blended_dataset import PhasedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.corpus import Corpus
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
@@ -82,6 +83,8 @@ def build_datasets(run: RunContext, num_samples: Sequence[int | None]) -> tuple[
     if train is None and reads and not run.config.validation.skip_train:
         given = f"--split {config.split}" if config.split else "the data of each split"
         raise DataError(f"{given} leaves nothing to train on: give training data, or --skip-train")
+    if config.corpora:
+        _check_text([train, valid, test])
     if data.sft_show_sample and run.is_rank_0 and train is not None:
         row: Any = train[0]
         print(sample_as_text(row, run.tokenizer, in_color=sys.stdout.isatty()), flush=True)
@@ -122,6 +125,18 @@ def _build_phases(
         sets.append(train)
         rest = more if phase == 0 else rest
     return [PhasedDataset(sets, starts) if reads else None, *rest]
+
+
+def _check_text(sets: Sequence[Any]) -> None:
+    """Raise DataError for a part of a small text without samples, which no evaluation can read.
+
+    Text that is still tokenized after its first shard is large enough.
+    """
+    for data in sets:
+        for each in data if isinstance(data, list) else getattr(data, "datasets", [data]):
+            corpus = getattr(each, "dataset", None)
+            if isinstance(corpus, Corpus) and corpus.is_complete():
+                each[0]
 
 
 def _check_size(run: RunContext, train: Any, wanted: int | None) -> None:

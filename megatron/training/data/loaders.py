@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 from megatron.core import device
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.length_curriculum import LengthCurriculum
 from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
 from megatron.core.datasets.utils import Blend, get_blend_from_list
 from megatron.core.dist_checkpointing.folders import folder_name
@@ -34,6 +35,7 @@ from megatron.core.rerun.state_machine import RerunDataIterator
 from megatron.core.text_files import read_text
 from megatron.training.config.data import DataConfig, parse_iterations
 from megatron.training.data.blend_history import note_blend
+from megatron.training.models.attention_request import documents_are_bounds
 from megatron.training.models.kind import BatchTable, DocumentSpec, TensorSpec
 from megatron.training.models.registry import implementation_of
 from megatron.training.process.exit_report import in_phase
@@ -139,6 +141,9 @@ def build_data(run: RunContext, provider: Provider) -> TrainingData:
     if run.sources is not None:
         train = _map_sets(run.sources.add_ids, train)
         valid, test = _map_sets(WithSources, [valid, test])
+    if (curriculum := run.config.data.length_curriculum) is not None and train is not None:
+        as_bounds = documents_are_bounds(run.config)
+        train = LengthCurriculum(train, *curriculum, eod=run.tokenizer.eod, as_bounds=as_bounds)
     train_data: Any = None
     if not run.config.validation.skip_train and not run.finished():
         loader = make_loader(run, train, run.state.consumed_train_samples)

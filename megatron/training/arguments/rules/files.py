@@ -83,7 +83,31 @@ _PHASES = first_of(
     },
 )
 
+
+def _find_wrong_curriculum(c: Settings) -> str | None:
+    """Return the values of --length-curriculum, if they are not a length and a number."""
+    given = c.length_curriculum
+    is_right = len(given) == 2 and 0 < given[0] <= c.seq_length and given[1] > 0
+    return None if is_right else " ".join(map(str, given))
+
+
+_CURRICULUM = rules(
+    {
+        "--length-curriculum {found}: give 1 to --seq-length tokens, and at least 1 sample": (
+            _find_wrong_curriculum
+        ),
+        "--length-curriculum: only pretraining of a left-to-right language model on data files has "
+        "contexts; leave it out": lambda c: not c.reads_documents,
+        "--length-curriculum ends contexts as documents end: give --reset-attention-mask and "
+        "--reset-position-ids": lambda c: not (c.reset_attention_mask and c.reset_position_ids),
+        "--length-curriculum: --dataloader-type cyclic numbers samples anew; leave it out": (
+            lambda c: c.dataloader_type == "cyclic"
+        ),
+    }
+)
+
 _DATA = rules(
+    where("--length-curriculum", _CURRICULUM),
     where(lambda c: c.phase_transition_iterations or c.phase_data_args_path, _PHASES),
     {
         "--pack-documents needs the lengths of all documents, which --index-free does not read: "
