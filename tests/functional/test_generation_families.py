@@ -49,6 +49,7 @@ DEFAULT = [
     ("gemma3", "1 rank"),
     ("olmo2", "pp2"),
     ("qwen3-moe", "ep2"),
+    ("qwen3-next", "tp2"),
     ("deepseek-v3, latent cache", "tp2"),
     ("ministral3", "tp2"),
     ("mistral4, latent cache", "1 rank"),

@@ -71,7 +71,7 @@ FAMILIES = {
     "olmo2": Family("olmo2", _SIZE),
     "mixtral": Family("mixtral", _WINDOW, has_experts=True),
     "qwen3-moe": Family("qwen3 moe", _SIZE, has_experts=True),
-    "qwen3-next": Family("qwen3-next", _SIZE, has_experts=True),
+    "qwen3-next": Family("qwen3-next", _SIZE, seed=8, has_experts=True),
     "deepseek-v3": Family("deepseek v3", _SIZE, has_experts=True),
     "deepseek-v3, latent cache": Family(
         "deepseek v3", _SIZE, flags=(("cache_mla_latents", True),), has_experts=True

@@ -117,11 +117,11 @@ class GatedDeltaNet(RecurrentMixer):
         """
         cache = deprecate_inference_params(inference_context, inference_params)
         mixed, _ = self.in_proj(hidden_states)
-        q, k, v, gate, *rates = mixed.split(self.widths, -1)
+        convolved = self.widths[:3]
+        qkv, gate, *rates = mixed.split([sum(convolved), *self.widths[3:]], -1)
         lengths, sequence = self.sequences(len(mixed), packed_seq_params)
         if self.cp_group.size() == 1:
-            rows = mixed[..., : sum(self.widths[:3])], *rates
-            y = self.scan(rows, sequence, cache)
+            y = self.scan((qkv, *rates), sequence, cache)
         else:
             ranks = tuple(range(self.cp_group.size()))
             order, undo = order_of_gathered(lengths, ranks, len(ranks), mixed.device)
@@ -129,11 +129,11 @@ class GatedDeltaNet(RecurrentMixer):
             widths = self.key_width, self.key_width, self.value_width, 1, 1
             parts = [
                 x.unflatten(-1, (-1, width))
-                for x, width in zip((q, k, v, *rates), widths, strict=True)
+                for x, width in zip((*qkv.split(convolved, -1), *rates), widths, strict=True)
             ]
-            *qkv, beta, alpha = heads_for_tokens(parts, order, self.cp_group)
-            joined = torch.cat([part.flatten(2) for part in qkv], -1)
-            y = self.scan((joined, beta.squeeze(-1), alpha.squeeze(-1)), sequence, None)
+            *whole, beta, alpha = heads_for_tokens(parts, order, self.cp_group)
+            qkv = torch.cat([part.flatten(2) for part in whole], -1)
+            y = self.scan((qkv, beta.squeeze(-1), alpha.squeeze(-1)), sequence, None)
             y = tokens_for_heads(y, undo, self.cp_group)
         return self.out_proj(self.out_norm(y, gate))
 

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core import device
 from megatron.core.autograd import Context, Function
 from megatron.core.device.determinism import cumulative_sum
 
@@ -43,8 +44,8 @@ def gated_delta_rule(
 ) -> Pair:
     """Compute the rule with matmuls over chunks.
 
-    q and k [s, b, g, k], v [s, b, h, v], g <= 0 and beta [s, b, h].  ``state`` [b, h, k, v]: state
-    before the first token (default: zeros).  ``sequence`` [s]: index of each token's packed
+    q and k [s, b, g, k], v [s, b, h, v], g <= 0 and beta > 0 [s, b, h].  ``state`` [b, h, k, v]:
+    state before the first token (default: zeros).  ``sequence`` [s]: index of each token's packed
     sequence; the first one starts from ``state``, the others from zeros.  ``chunk_size``: a power
     of 2.
 
@@ -52,38 +53,45 @@ def gated_delta_rule(
     """
     wide = torch.promote_types(v.dtype, torch.float32)
     s, b, groups = k.shape[:3]
-    heads = v.shape[2] // groups
     length = min(chunk_size, 1 << (s - 1).bit_length())
-
-    def chunks(x: Tensor, *sizes: int) -> Tensor:
-        """Split into chunks: [s, b, ...] -> [c, b, g, l, ...]; padding has beta 0: no effect."""
-        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, -s % length)) if s % length else x
-        x = x.to(wide).reshape(-1, length, b, groups, *sizes)
-        return x.permute(0, 2, 3, 1, *range(4, x.dim())).contiguous()
-
+    heads = v.unflatten(2, (groups, -1))  # [s, b, g, r, v]
+    rates = (x.unflatten(2, (groups, -1)) for x in (g, beta))
+    inputs = [_in_chunks(x.to(wide), length) for x in (q, k, heads, *rates)]
     places = None
     if sequence is not None:
         places = torch.cat([sequence, sequence[-1:].expand(-s % length)]).view(-1, length)
     if state is None:
-        state = v.new_zeros(b, heads * groups, k.shape[3], v.shape[3], dtype=wide)
-    o, state = _Rule.apply(
-        chunks(q, k.shape[3]),
-        chunks(k, k.shape[3]),
-        chunks(v, heads, v.shape[3]),
-        chunks(g, heads),
-        chunks(beta, heads),
-        state.to(wide).unflatten(1, (groups, heads)),
-        places,
-    )
-    o = o.permute(0, 3, 1, 2, 4, 5).reshape(-1, b, *v.shape[2:])[:s]
-    return o.to(v.dtype), state.flatten(1, 2)
+        state = v.new_zeros(b, v.shape[2], k.shape[3], v.shape[3], dtype=wide)
+    state = state.to(wide).unflatten(1, (groups, -1))
+    if device.is_cuda(v.device):
+        # [c, l, b, g, ..] -> [c, b, g, l, ..]
+        moved = (x.movedim(1, 3).contiguous() for x in inputs)
+        o, last = _Rule.apply(*moved, state, places)
+        o = o.movedim(3, 1)
+    else:
+        # Group by group the tensors of a chunk fit a CPU's cache, and views need no copies.
+        per_group = zip(
+            *(x.flatten(2, 3).unbind(2) for x in inputs), state.flatten(0, 1), strict=True
+        )
+        outputs, states = zip(*(_Rule.apply(*of_one, places) for of_one in per_group), strict=True)
+        o, last = torch.stack(outputs, 2), torch.stack(states)
+    return o.reshape(-1, *v.shape[1:])[:s].to(v.dtype), last.view(b, -1, *last.shape[-2:])
+
+
+def _in_chunks(x: Tensor, length: int) -> Tensor:
+    """Split the tokens into chunks: [s, ..] -> [c, l, ..]; padding has beta 0: no effect."""
+    missing = -len(x) % length
+    if missing:
+        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing))
+    chunks: Tensor = x.unflatten(0, (-1, length))
+    return chunks
 
 
 class _Rule(Function[Pair]):
-    """The rule over q, k [c, b, g, l, k], v, o [c, b, g, l, r, v] and g, beta [c, b, g, l, r].
+    """The rule over q, k [c, .., l, k], v, o [c, .., l, r, v] and g, beta [c, .., l, r].
 
-    ``state`` [b, g, r, k, v]; ``places`` [c, l]: index of each token's sequence.  Only the states
-    before chunks pass from chunk to chunk, here as [b, g, k, r v]: one matmul for all heads of a
+    ``state`` [.., r, k, v]; ``places`` [c, l]: index of each token's sequence.  Only the states
+    before chunks pass from chunk to chunk, here as [.., k, r v]: one matmul for all heads of a
     group.
     """
 
@@ -98,97 +106,96 @@ class _Rule(Function[Pair]):
         state: Tensor,
         places: Tensor | None,
     ) -> Pair:
-        decays = _Decays(cumulative_sum(g, 3), places, v.shape[5])
-        S = state.transpose(2, 3).flatten(3)
-        T = _inverse((_heads(beta) * (k @ k.mT).unsqueeze(3) * decays.within).tril(-1))
+        decays = _Decays(cumulative_sum(g, -2), places, v.shape[-1])
+        S = state.transpose(-3, -2).flatten(-2)
+        system = (_heads(beta) * (k @ k.mT).unsqueeze(-3)).mul_(decays.within).tril_(-1)
+        Tb = _inverse(system).mul_(beta.mT.unsqueeze(-2))
         entering = S.new_empty(len(v), *S.shape)
         rest, made = (torch.empty_like(v, memory_format=torch.contiguous_format) for _ in range(2))
         for i in range(len(v)):
             entering[i] = S
             found = (k[i] @ S).view(v[i].shape)
             torch.addcmul(v[i], found, decays.start[i], value=-1, out=rest[i])
-            made[i] = _swap(T[i] @ _swap(rest[i] * beta[i].unsqueeze(-1)))
-            S = decays.keep[i] * S + k[i].mT @ (made[i] * decays.left[i]).flatten(3)
+            made[i] = _swap(Tb[i] @ _swap(rest[i]))
+            added = k[i].mT @ (made[i] * decays.left[i]).flatten(-2)
+            S = torch.addcmul(added, decays.keep[i], S)
         o = (q @ entering).view(v.shape).mul_(decays.start)
-        o += _swap((decays.within * (q @ k.mT).unsqueeze(3)) @ _swap(made))
-        last = S.unflatten(3, state.shape[2::2]).transpose(2, 3).contiguous()
-        saved = (q, k, v, g, beta, T, entering, rest, o, last)
+        o += _swap(decays.within.mul_((q @ k.mT).unsqueeze(-3)) @ _swap(made))
+        last = S.unflatten(-1, v.shape[-2:]).transpose(-3, -2).contiguous()
+        saved = (q, k, v, g, beta, Tb, entering, rest, o, last)
         ctx.save_for_backward(*saved, *(() if places is None else (places,)))
         return o, last
 
     @staticmethod
     def backward(ctx: Context[None], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, T, entering, rest, o, last, *places = ctx.saved_tensors
+        q, k, v, g, beta, Tb, entering, rest, o, last, *places = ctx.saved_tensors
         do, d_last = grads
-        decays = _Decays(cumulative_sum(g, 3), places[0] if places else None, v.shape[5])
-        rates = beta.unsqueeze(-1)
-        made = _swap(T @ _swap(rest * rates))
-        seen = decays.within * (q @ k.mT).unsqueeze(3)
-        d_made = _swap(seen.mT @ _swap(do))
-        read = (do * decays.start).flatten(4)  # gradient of q S
+        decays = _Decays(cumulative_sum(g, -2), places[0] if places else None, v.shape[-1])
+        made = _swap(Tb @ _swap(rest)).contiguous()
+        seen = decays.within * (q @ k.mT).unsqueeze(-3)
+        d_made = _swap(seen.mT @ _swap(do)).contiguous()
+        read = (do * decays.start).flatten(-2)  # gradient of q S
         d_states = q.mT @ read
         after = torch.empty_like(entering)  # gradient of the state after each chunk
-        d_rest, d_written = (torch.empty_like(made) for _ in range(2))
-        dS = d_last.transpose(2, 3).flatten(3)
+        d_rest, started = (torch.empty_like(made) for _ in range(2))
+        dS = d_last.transpose(-3, -2).flatten(-2)
         for i in reversed(range(len(v))):
             after[i] = dS
             d_made[i].addcmul_((k[i] @ dS).view(v[i].shape), decays.left[i])
-            d_written[i] = _swap(T[i].mT @ _swap(d_made[i]))
-            torch.mul(d_written[i], rates[i], out=d_rest[i])
-            back = k[i].mT @ (d_rest[i] * decays.start[i]).flatten(3)
+            d_rest[i] = _swap(Tb[i].mT @ _swap(d_made[i]))
+            back = k[i].mT @ torch.mul(d_rest[i], decays.start[i], out=started[i]).flatten(-2)
             dS = torch.addcmul(d_states[i], decays.keep[i], dS).sub_(back)
 
         # Gradients of K K^T and Q K^T of a group are sums over its heads.
-        d_system = (_swap(d_written) @ _swap(made).mT).mul_(decays.within).tril_(-1).neg_()
-        d_seen = (_swap(do) @ _swap(made).mT).mul_(decays.within).sum(3)
-        products = (k @ k.mT).unsqueeze(3)
-        d_beta = (d_written * rest).sum(-1) + (d_system * products).sum(-1).transpose(3, 4)
-        d_keys = (d_system * _heads(beta)).sum(3)
+        d_system = (_swap(d_rest) @ _swap(made).mT).mul_(decays.within).tril_(-1).neg_()
+        d_seen = (_swap(do) @ _swap(made).mT).mul_(decays.within).sum(-3)
+        products = (k @ k.mT).unsqueeze(-3)
+        # A rate of 0 is one that a sigmoid has rounded, whose gradient is 0 too.
+        smallest = torch.finfo(beta.dtype).tiny
+        d_beta = (d_rest * rest).sum(-1).add_((d_system * products).sum(-1).mT)
+        d_beta /= beta.clamp_min(smallest)
+        d_keys = d_system.sum(-3)
         dq = d_seen @ k + read @ entering.mT
         dk = (d_keys + d_keys.mT) @ k + d_seen.mT @ q
-        dk -= (d_rest * decays.start).flatten(4) @ entering.mT
-        dk += (made * decays.left).flatten(4) @ after.mT
+        dk -= started.flatten(-2) @ entering.mT
+        dk += (made * decays.left).flatten(-2) @ after.mT
 
-        da = (o * do - v * d_rest).sum(-1)
-        leaving = torch.cat([entering[1:], last.transpose(2, 3).flatten(3)[None]])
-        da[:, :, :, -1] += (after * leaving).unflatten(-1, v.shape[4:]).sum((3, 5))
-        dg = cumulative_sum(da.flip(3), 3).flip(3)
-        d_state = dS.unflatten(3, v.shape[4:]).transpose(2, 3)
+        da = (o * do).addcmul_(v, d_rest, value=-1).sum(-1)
+        leaving = torch.cat([entering[1:], last.transpose(-3, -2).flatten(-2)[None]])
+        da[..., -1, :] += (after * leaving).unflatten(-1, v.shape[-2:]).sum((-3, -1))
+        dg = cumulative_sum(da.flip(-2), -2).flip(-2)
+        d_state = dS.unflatten(-1, v.shape[-2:]).transpose(-3, -2)
         return dq, dk, d_rest, dg, d_beta, d_state, None
 
 
 class _Decays:
-    """Decays within a chunk, from its start, to its end and over it, for a [c, b, g, l, r].
+    """Decays within a chunk, from its start, to its end and over it, for a [c, .., l, r].
 
     They are 0 between tokens of different sequences.  ``width``: that of values.
     """
 
     def __init__(self, a: Tensor, places: Tensor | None, width: int) -> None:
-        over = a.transpose(3, 4)
-        to_end = a[:, :, :, -1:] - a
+        over = a.mT
+        to_end = a[..., -1:, :] - a
         # What overflows is above the diagonal.
         within = (over[..., :, None] - over[..., None, :]).exp_().tril_()
         if places is not None:
             apart = places[:, :, None] != places[:, None, :]
-            within.masked_fill_(apart[:, None, None, None], 0)
             before = torch.cat([places[:1, 0], places[:-1, -1]])
-            to_end = to_end.masked_fill(_per_token(apart[:, -1]), -math.inf)
-            a = a.masked_fill(_per_token(places != before[:, None]), -math.inf)
-        self.within = within  # [c, b, g, r, l, l]
-        self.start = a.exp().unsqueeze(-1)  # [c, b, g, l, r, 1]
+            lead = (slice(None), *[None] * (a.dim() - 3))  # over what lies between c and l
+            within.masked_fill_(apart[lead].unsqueeze(-3), 0)
+            to_end = to_end.masked_fill(apart[:, -1][lead].unsqueeze(-1), -math.inf)
+            a = a.masked_fill((places != before[:, None])[lead].unsqueeze(-1), -math.inf)
+        self.within = within  # [c, .., r, l, l]
+        self.start = a.exp().unsqueeze(-1)  # [c, .., l, r, 1]
         self.left = to_end.exp().unsqueeze(-1)
-        keep = self.start[:, :, :, -1].expand(-1, -1, -1, -1, width)
-        self.keep = keep.flatten(3).unsqueeze(3)  # [c, b, g, 1, r v], of states
-
-
-def _per_token(mask: Tensor) -> Tensor:
-    """Insert dimensions for sequences, groups and heads: [c, l] -> [c, 1, 1, l, 1]."""
-    return mask[:, None, None, :, None]
+        last = self.start[..., -1, :, :]
+        self.keep = last.expand(*last.shape[:-1], width).flatten(-2).unsqueeze(-2)  # [.., 1, r v]
 
 
 def _heads(beta: Tensor) -> Tensor:
-    """Return the factors of rows of [c, b, g, r, l, l]: [c, b, g, l, r] -> [c, b, g, r, l, 1]."""
-    return beta.transpose(3, 4).unsqueeze(-1)
+    """Return the factors of rows of [c, .., r, l, l]: [c, .., l, r] -> [c, .., r, l, 1]."""
+    return beta.mT.unsqueeze(-1)
 
 
 def _swap(x: Tensor) -> Tensor:

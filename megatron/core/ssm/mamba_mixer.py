@@ -12,7 +12,7 @@ cp from tokens to heads before the convolution and one back after the scan, also
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import gcd
 
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron.core import device
 from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.rms_norm import norm_rows
@@ -37,6 +38,8 @@ from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import deprecate_inference_params
+
+_VALUES_AT_ONCE = 1 << 16  # of a convolution on a CPU: several copies fit its cache
 
 
 def causal_conv(
@@ -56,53 +59,86 @@ def causal_conv(
     width = weight.shape[-1]
     if before is None:
         before = x.new_zeros(width - 1, *x.shape[1:])
-    inputs = torch.cat([before.to(x.dtype), x])
+    before = before.to(x.dtype)
     if sequence is not None:  # the inputs in ``before`` belong to the first sequence
         sequence = torch.cat([sequence[:1].expand(width - 1), sequence])
-    return F.silu(_Conv.apply(inputs, weight, bias, sequence)), inputs[x.shape[0] :]
+    last = torch.cat([before[len(x) :], x[max(0, len(x) - width + 1) :]])
+    return _Conv.apply(x, before, weight, bias, sequence), last
 
 
 class _Conv(Function[Tensor]):
-    """Convolution [w - 1 + s, b, c] -> [s, b, c]: sums shifted views of the inputs, no copies."""
+    """SiLU of the convolution of x [s, b, c]: sums shifted views of the inputs.
+
+    Tokens are computed in blocks that fit a CPU's cache.  Backward computes the convolution again.
+    """
 
     @staticmethod
     def forward(
-        ctx: Context[bool],
-        inputs: Tensor,
+        ctx: Context[None],
+        x: Tensor,
+        before: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         sequence: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(inputs, weight, sequence)
-        ctx.values = bias is not None
-        last = weight.shape[-1] - 1
-        own = inputs[last:], weight[:, 0, last]
-        y = torch.mul(*own) if bias is None else torch.addcmul(bias, *own)
-        for tap in range(last):
-            seen = inputs[tap : tap + len(y)]
-            y.addcmul_(_visible(seen, sequence, tap, last), weight[:, 0, tap])
+        inputs = torch.cat([before, x])
+        ctx.save_for_backward(inputs, weight, bias, sequence)
+        y = torch.empty_like(inputs[len(before) :])
+        taps = weight[:, 0].t().contiguous()
+        for rows in _row_blocks(y):
+            y[rows] = F.silu(_convolved(inputs, taps, bias, sequence, rows))
         return y
 
     @staticmethod
-    def backward(ctx: Context[bool], grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weight, sequence = ctx.saved_tensors
+    def backward(ctx: Context[None], grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight, bias, sequence = ctx.saved_tensors
         last = weight.shape[-1] - 1
+        taps = weight[:, 0].t().contiguous()
         d_inputs = torch.zeros_like(inputs)
-        d_weight = torch.empty_like(weight)
-        for tap in range(last + 1):
-            at = slice(tap, tap + len(grad))
-            arrived = _visible(grad, sequence, tap, last)
-            d_inputs[at].addcmul_(arrived, weight[:, 0, tap])
-            d_weight[:, 0, tap] = (arrived * inputs[at]).flatten(0, 1).sum(0)
-        d_bias = grad.flatten(0, 1).sum(0) if ctx.values else None
-        return d_inputs, d_weight, d_bias, None
+        d_taps, d_bias = torch.zeros_like(taps), torch.zeros_like(taps[0])
+        for rows in _row_blocks(grad):
+            y = _convolved(inputs, taps, bias, sequence, rows)
+            d_y = torch.ops.aten.silu_backward(grad[rows], y)
+            d_bias += d_y.flatten(0, 1).sum(0)
+            for tap in range(last + 1):
+                at = slice(rows.start + tap, rows.start + tap + len(d_y))
+                arrived = _visible(d_y, sequence, tap, last, rows.start)
+                d_inputs[at].addcmul_(arrived, taps[tap])
+                d_taps[tap] += (arrived * inputs[at]).flatten(0, 1).sum(0)
+        d_weight = d_taps.t().unsqueeze(1)
+        d_before, d_x = d_inputs[:last], d_inputs[last:]
+        return d_x, d_before, d_weight, None if bias is None else d_bias, None
 
 
-def _visible(x: Tensor, sequence: Tensor | None, tap: int, last: int) -> Tensor:
-    """Return ``x`` [s, b, c] with zeros where a token's input ``tap`` is of another sequence."""
+def _row_blocks(y: Tensor) -> Iterator[slice]:
+    """Yield slices of the tokens of y [s, b, c]: all on a GPU, or as many as a cache holds."""
+    step = len(y) if device.is_cuda(y.device) else max(1, _VALUES_AT_ONCE // y[0].numel())
+    for start in range(0, len(y), max(1, step)):
+        yield slice(start, min(start + step, len(y)))
+
+
+def _convolved(
+    inputs: Tensor, taps: Tensor, bias: Tensor | None, sequence: Tensor | None, rows: slice
+) -> Tensor:
+    """Return the convolution of ``rows`` of the output; ``taps``: the weight as [w, c]."""
+    last = len(taps) - 1
+    own = inputs[rows.start + last : rows.stop + last], taps[last]
+    y = torch.mul(*own) if bias is None else torch.addcmul(bias, *own)
+    for tap in range(last):
+        seen = inputs[rows.start + tap : rows.stop + tap]
+        y.addcmul_(_visible(seen, sequence, tap, last, rows.start), taps[tap])
+    return y
+
+
+def _visible(x: Tensor, sequence: Tensor | None, tap: int, last: int, start: int) -> Tensor:
+    """Return ``x`` [s, b, c] with zeros where a token's input ``tap`` is of another sequence.
+
+    ``start``: index of the first token of ``x``.
+    """
     if sequence is None or tap == last:
         return x
-    return x.masked_fill((sequence[tap : tap + len(x)] != sequence[last:])[:, None, None], 0)
+    theirs, own = (sequence[start + at : start + at + len(x)] for at in (tap, last))
+    return x.masked_fill((theirs != own)[:, None, None], 0)
 
 
 @dataclass
