@@ -8,7 +8,9 @@ Queries and keys have length 1; a state is multiplied by exp(-exp(A_log) softplu
 per token and corrected by sigmoid(beta).
 
 Collectives: those of the two linear layers over tp.  With context parallelism, an all-to-all over
-cp from tokens to heads before the convolution and one back after the rule, also in backward.
+cp from tokens to heads before the convolution and one back after the rule, also in backward; if cp
+does not divide the key heads of a rank, two all-gathers instead: the last inputs of the convolution
+of each chunk of the sequence, and what the chunk does to a state.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.rms_norm import norm_rows
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import order_of_gathered
@@ -29,6 +32,7 @@ from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.ssm.gated_delta_rule import gated_delta_rule
 from megatron.core.ssm.mamba_hybrid_layer_allocation import delta_net_shape
 from megatron.core.ssm.mamba_mixer import CausalConv, RecurrentMixer, causal_conv
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.context_parallel import heads_for_tokens, tokens_for_heads
 from megatron.core.transformer.kv_cache import KVCache, State
@@ -70,6 +74,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.widths = [n // tp for n in shape.projected]
         self.key_width = shape.key_width
         self.value_width = shape.value_width
+        self.trades_heads = shape.key_heads // tp % self.cp_group.size() == 0
         self.checkpoint_core_attention = "core_attn" in config.modules_to_recompute
         offered = {"tp_group": self.tp_group}
         self.in_proj = build_module(
@@ -122,6 +127,13 @@ class GatedDeltaNet(RecurrentMixer):
         lengths, sequence = self.sequences(len(mixed), packed_seq_params)
         if self.cp_group.size() == 1:
             y = self.scan((qkv, *rates), sequence, cache)
+        elif not self.trades_heads:
+            if sequence is not None:
+                raise ConfigError(
+                    f"--context-parallel-size {self.cp_group.size()} does not divide the key heads "
+                    "of linear attention on a rank, as packed sequences need: use a divisor"
+                )
+            y = self._pass_states((qkv, *rates))
         else:
             ranks = tuple(range(self.cp_group.size()))
             order, undo = order_of_gathered(lengths, ranks, len(ranks), mixed.device)
@@ -152,14 +164,22 @@ class GatedDeltaNet(RecurrentMixer):
         self, rows: State, sequence: Tensor | None, past: State | None = None
     ) -> tuple[Tensor, State]:
         """Convolve and mix queries, keys and values concatenated, beta and alpha [s, b, n]."""
-        qkv, beta, alpha = rows
         before, state = past or (None, None)
+        inputs, before = self._inputs(rows, before, sequence)
+        y, state = gated_delta_rule(*inputs, state=state, sequence=sequence)
+        return y.flatten(2), (before, state)
+
+    def _inputs(
+        self, rows: State, before: Tensor | None, sequence: Tensor | None
+    ) -> tuple[State, Tensor]:
+        """Return the inputs of the rule, and the last ones of the convolution; see `_scan`."""
+        qkv, beta, alpha = rows
         qkv, before = causal_conv(qkv, self._own_channels(), None, before=before, sequence=sequence)
         wide = torch.promote_types(alpha.dtype, torch.float32)
-        A_log, offset = (
-            p.chunk(self.cp_group.size())[self.cp_group.rank()].to(wide)
-            for p in (self.A_log, self.dt_bias)
-        )
+        A_log, offset = (x.to(wide) for x in (self.A_log, self.dt_bias))
+        if self.trades_heads:
+            cp = self.cp_group
+            A_log, offset = (x.chunk(cp.size())[cp.rank()] for x in (A_log, offset))
         values = beta.shape[-1] * self.value_width
         keys = (qkv.shape[-1] - values) // 2
         q, k, v = qkv.split([keys, keys, values], -1)
@@ -167,22 +187,62 @@ class GatedDeltaNet(RecurrentMixer):
         scale = q.new_full((self.key_width,), self.key_width**-0.5, dtype=wide)
         eps = _EPSILON / self.key_width
         q, k = (x.unflatten(-1, (-1, self.key_width)).to(wide).contiguous() for x in (q, k))
-        y, state = gated_delta_rule(
+        inputs = (
             norm_rows(q, scale.square(), None, eps),
             norm_rows(k, scale, None, eps),
             v.unflatten(-1, (-1, self.value_width)),
             -A_log.exp() * F.softplus(alpha.to(wide) + offset),
             beta.sigmoid(),
-            state=state,
-            sequence=sequence,
         )
-        return y.flatten(2), (before, state)
+        return inputs, before
+
+    def _pass_states(self, rows: State) -> Tensor:
+        """Mix this rank's two chunks of each sequence, after those of other ranks: [s, b, i].
+
+        A chunk turns a state S into A S + B.  The rule computes B from zeros, and A in additional
+        columns of the state that start from the unit matrix; their outputs, times the state before
+        the chunk, are what this state adds to the chunk's outputs.  Collective over cp.
+        """
+        num_rows, cp = rows[0].shape[1], self.cp_group
+        # The chunks become rows of a batch: [s, b, ..] -> [s/2, 2 b, ..].
+        rows = tuple(x.unflatten(0, (2, -1)).transpose(0, 1).flatten(1, 2) for x in rows)
+        mine = cp.rank(), 2 * cp.size() - 1 - cp.rank()
+        reach = self.conv1d.weight.shape[-1] - 1
+        if len(rows[0]) < reach:
+            raise ConfigError(
+                f"--linear-conv-kernel-dim {reach + 1}: a chunk of {len(rows[0])} tokens is "
+                "shorter; use a smaller --context-parallel-size or longer sequences"
+            )
+
+        def of_all_chunks(x: Tensor) -> Tensor:
+            """All-gather, in the order of the sequence: [2 b, ..] -> [2 cp, b, ..]."""
+            found = gather_from_sequence_parallel_region(x.contiguous(), group=cp)
+            first, second = found.view(cp.size(), 2, num_rows, *x.shape[1:]).unbind(1)
+            return torch.cat([first, second.flip(0)])
+
+        ends = of_all_chunks(rows[0][len(rows[0]) - reach :].transpose(0, 1))
+        ends = torch.cat([torch.zeros_like(ends[:1]), ends])
+        before = torch.cat([ends[i] for i in mine]).transpose(0, 1)
+        (q, k, v, *rates), _ = self._inputs(rows, before, None)
+        width = self.value_width
+        state = k.new_zeros(k.shape[1], v.shape[2], self.key_width, width + self.key_width)
+        state[..., width:] = torch.eye(self.key_width, dtype=k.dtype, device=k.device)
+        y, last = gated_delta_rule(
+            q, k, F.pad(v.to(k.dtype), (0, self.key_width)), *rates, state=state
+        )
+        entering = [torch.zeros_like(state[:num_rows, ..., :width])]
+        for change in of_all_chunks(last):
+            entering.append(change[..., :width] + change[..., width:] @ entering[-1])
+        own = torch.cat([entering[i] for i in mine])
+        y = y[..., :width] + torch.einsum("sbhk,bhkv->sbhv", y[..., width:], own)
+        halves: Tensor = y.to(v.dtype).flatten(2).unflatten(1, (2, -1))
+        return halves.transpose(0, 1).flatten(0, 1)
 
     def _own_channels(self) -> Tensor:
         """Return the weight of the convolution for the channels of this cp rank's heads."""
         size = self.cp_group.size()
         weight = self.conv1d.weight
-        if size == 1:
+        if size == 1 or not self.trades_heads:
             return weight
         parts = weight.split(self.widths[:3])
         return torch.cat([part.chunk(size)[self.cp_group.rank()] for part in parts])

@@ -122,12 +122,10 @@ _LINEAR_ATTENTION = rules(
             "head serves the same number of value heads": lambda c: (
                 c.linear_num_value_heads % c.linear_num_key_heads
             ),
-            "{--linear-num-key-heads} cannot be split over {found} ranks "
-            "(--tensor-model-parallel-size times --context-parallel-size): use sizes that divide "
-            "it": lambda c: (
-                (ranks := c.tensor_model_parallel_size * c.context_parallel_size) >= 1
-                and c.linear_num_key_heads % ranks
-                and ranks
+            "{--linear-num-key-heads} cannot be split over {--tensor-model-parallel-size}: use a "
+            "tensor-parallel size that divides {linear_num_key_heads}": lambda c: (
+                c.tensor_model_parallel_size >= 1
+                and c.linear_num_key_heads % c.tensor_model_parallel_size
             ),
             "--linear-attention-freq {found[0]} has {found[1]} entries for {--num-layers}: give "
             "a 0 or 1 for each layer": lambda c: (

@@ -322,6 +322,14 @@ _LINEAR_ATTENTION = where(
         "its state across the end of a document; drop the flag, or pack conversations with --sft": (
             "--reset-attention-mask"
         ),
+        "{--context-parallel-size} does not divide the {found} key heads of linear attention on a "
+        "tensor-parallel rank, as packed conversations need: use a divisor": lambda c: (
+            min(c.context_parallel_size, c.tensor_model_parallel_size) >= 1
+            and c.objective != PRETRAINING
+            and (heads := c.linear_num_key_heads // c.tensor_model_parallel_size)
+            % c.context_parallel_size
+            and heads
+        ),
         "--experimental-attention-variant with {kind.title}: only GPT has layers of linear "
         "attention; use pretrain_gpt.py": lambda c: not c.kind.has_linear_attention,
     },
