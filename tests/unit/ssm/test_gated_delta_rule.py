@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core import device
 from megatron.core.ssm.gated_delta_rule import gated_delta_rule
 from tests.support import tolerances
 
@@ -77,6 +78,16 @@ def test_chunks_give_values_and_gradients_of_the_loop(
     exact = _results(sequential_rule, s, **packed)
     found = _results(gated_delta_rule, s, chunk_size=8, **packed)
     torch.testing.assert_close(found, exact, **_CLOSE)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_all_groups_at_once_as_on_a_gpu(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = torch.tensor((5, 9, 23))
+    more = {"sequence": torch.arange(3).repeat_interleave(lengths)} if packed else {}
+    expected = _results(gated_delta_rule, 37, chunk_size=8, **more)
+    monkeypatch.setattr(device, "is_cuda", lambda where=None: True)
+    found = _results(gated_delta_rule, 37, chunk_size=8, **more)
+    torch.testing.assert_close(found, expected, **_CLOSE)
 
 
 def test_strong_decay_does_not_overflow() -> None:
