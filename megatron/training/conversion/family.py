@@ -79,6 +79,7 @@ class Family:
     blank: Callable[[ModelShape], Mapping[str, tuple[int, ...]]] = lambda shape: {}
     always: Values = field(default_factory=dict)
     no_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)  # ends of names of buffers to skip
+    dropped: tuple[str, ...] = ()  # beginnings of names that transformers' class does not read
 
     @property
     def kind(self) -> str:

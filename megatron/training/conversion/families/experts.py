@@ -419,8 +419,10 @@ QWEN3_NEXT = llama_like(
     layer={**_SHARED_EXPERT_LAYER, **_delta_net_layer("qkvz", "ba", rows=_rows_by_head)},
     always={**_SOFTMAX, **_GATED, "moe_shared_expert_gate": True},
 )
+QWEN3_NEXT = replace(QWEN3_NEXT, dropped=("mtp.",))
 _BY_KIND = _delta_net_layer("qkv", "z", "b", "a", rows=_rows_by_kind)
 QWEN3_5 = llama_like("qwen3_5_text", "Qwen3_5", *SILU, *_DELTA_NET, layer=_BY_KIND, always=_GATED)
+QWEN3_5 = replace(QWEN3_5, dropped=("mtp.",))
 # Every layer has experts, and config.json no other width.
 QWEN3_5_MOE = replace(
     QWEN3_NEXT,
