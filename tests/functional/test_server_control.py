@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.server_process import fake_server
-
-openai = pytest.importorskip("openai")
+from tests.support.server_process import fake_server, openai
 
 HELLO = [40, 413, 79]  # the tokens of "Hello"
 WAITING = {"prompt": [0, 40], "max_tokens": 3, "ignore_eos": True}  # until the gate is open

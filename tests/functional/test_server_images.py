@@ -22,9 +22,8 @@ from tests.support import forked
 from tests.support.pages import python_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import TINY, run_gpt
-from tests.support.server_process import ROOT, Server, fake_server, started
+from tests.support.server_process import ROOT, Server, fake_server, openai, started
 
-openai = pytest.importorskip("openai")
 pytest.importorskip("PIL")
 pytest.importorskip("transformers")
 

@@ -6,10 +6,8 @@ import json
 
 import pytest
 
-from tests.support.server_process import VOCAB_SIZE, fake_server
+from tests.support.server_process import VOCAB_SIZE, fake_server, openai
 from tests.support.tokenizer_files import write_bpe
-
-openai = pytest.importorskip("openai")
 
 PROMPT = "Hello \U0001f600 world"
 TEMPLATE = (

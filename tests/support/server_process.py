@@ -25,6 +25,21 @@ EOD = 0
 TIMEOUT_S = 60
 
 
+class _OpenAI:
+    """The openai package, imported by the first test that uses it, which skips without it.
+
+    To import it takes 1.6 s of CPU time, and each worker of xdist imports all tests.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest asks whether it is a wrapped fixture
+            raise AttributeError(name)
+        return getattr(pytest.importorskip("openai"), name)
+
+
+openai = _OpenAI()
+
+
 @dataclass
 class Server:
     """A running server."""
