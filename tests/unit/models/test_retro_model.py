@@ -148,6 +148,7 @@ def test_logits_and_gradients_are_those_of_a_plain_reference() -> None:
         )
 
 
+@pytest.mark.feature("Model: RETRO: chunked attention sees only neighbors of earlier chunks")
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_an_edited_neighbor_changes_no_logits_before_its_chunk_ends(chunk: int) -> None:
     model = build().eval()
