@@ -313,6 +313,11 @@ def write_peft(
                 f"{family.architecture} has the rows of {layer} in another order: its adapters "
                 "cannot be converted; choose other --lora-target-modules"
             )
+        if any(theirs[-1].isdigit() for theirs in rule.theirs):
+            raise CheckpointError(
+                f"{family.architecture} has the matrices of all experts in one tensor: the adapter "
+                f"of {layer} cannot be converted; choose other --lora-target-modules"
+            )
         transposed |= rule.transposed
         for theirs, pair in _their_pairs(layer, pairs, rule, shape):
             module = theirs.removesuffix(".weight")

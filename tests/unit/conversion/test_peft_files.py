@@ -26,7 +26,9 @@ from megatron.training.conversion.convert import (
     read_source,
     run_config,
 )
-from megatron.training.conversion.peft import lora_of
+from megatron.training.conversion.families.experts import MISTRAL4
+from megatron.training.conversion.lazy import as_lazy
+from megatron.training.conversion.peft import lora_of, write_peft
 from megatron.training.conversion.shape import ModelShape, shape_of
 from megatron.training.conversion.tensors import tensors_of
 from megatron.training.conversion.verify import our_model, our_outputs
@@ -353,3 +355,14 @@ def test_adapters_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         convert(ConversionRequest(source=files, target=tmp_path / "x", format="safetensors_dist"))
     with pytest.raises(CheckpointError, match="holds a complete model, no adapters"):
         convert(ConversionRequest(source=base, target=tmp_path / "y", format=PEFT))
+
+
+def test_adapters_of_stacked_experts_are_not_written(tmp_path: Path) -> None:
+    """PEFT keeps the adapters of these experts in one tensor, under another name."""
+    shape = MISTRAL4.shape(models.make("mistral4").config.to_dict())
+    layer = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2"
+    sizes = {"a": (RANK, shape.moe_ffn_hidden_size), "b": (shape.hidden_size, RANK)}
+    weights = as_lazy({f"{layer}.lora.{name}": torch.ones(size) for name, size in sizes.items()})
+    with pytest.raises(CheckpointError, match="all experts in one tensor: the adapter of decoder"):
+        write_peft(tmp_path, weights, {"lora_rank": RANK}, shape, MISTRAL4, None)
+    assert not [*tmp_path.iterdir()]
