@@ -90,6 +90,10 @@ SITUATIONS = {
             "moe_router_enable_expert_bias": True,
         }
     ),
+    "sqrtsoftplus": Situation({"moe_router_score_function": "sqrtsoftplus"}),
+    "sqrtsoftplus-bias": Situation(
+        {"moe_router_score_function": "sqrtsoftplus", "moe_router_enable_expert_bias": True}
+    ),
     "capacity-probs": Situation({"moe_expert_capacity_factor": 0.6}),
     "capacity-position": Situation(
         {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"}

@@ -20,12 +20,19 @@ def top(values: list[float], k: int, allowed: set[int] | None = None) -> list[in
     return sorted(places, key=lambda i: (-values[i], i))[:k]
 
 
+def scores_of(logits: Tensor, c: TransformerConfig) -> Tensor:
+    name = c.moe_router_score_function
+    if name == "sqrtsoftplus":
+        return torch.log1p(torch.exp(logits)) ** 0.5
+    return torch.sigmoid(logits) if name == "sigmoid" else torch.softmax(logits, -1)
+
+
 def weights_table(logits: Tensor, c: TransformerConfig, bias: Tensor | None = None) -> Tensor:
     """[N, E]: the weight of each visit, 0 elsewhere."""
-    k, is_sigmoid = c.moe_router_topk, c.moe_router_score_function == "sigmoid"
+    k, is_softmax = c.moe_router_topk, c.moe_router_score_function == "softmax"
     rows = []
     for x in logits:
-        scores = torch.sigmoid(x) if is_sigmoid else torch.softmax(x, -1)
+        scores = scores_of(x, c)
         by = (scores if bias is None else scores + bias).tolist()
         allowed = None
         if c.moe_router_num_groups:
@@ -37,7 +44,7 @@ def weights_table(logits: Tensor, c: TransformerConfig, bias: Tensor | None = No
                 g * size + i for g in top(sums, c.moe_router_group_topk) for i in range(size)
             }
         chosen = top(by, k, allowed)
-        if is_sigmoid:
+        if not is_softmax:
             w = scores[chosen]
             w = w / w.sum() if k > 1 else w
         else:
@@ -69,8 +76,8 @@ def aux_losses(
 
     ``before``: the choices of micro-batches of the step so far; that of this one is added.
     """
-    scores = torch.sigmoid(logits) if c.moe_router_score_function == "sigmoid" else None
-    scores = torch.softmax(logits, -1) if scores is None else scores / scores.sum(-1, keepdim=True)
+    scores = scores_of(logits, c)
+    scores = scores / scores.sum(-1, keepdim=True)
     k, e = c.moe_router_topk, logits.shape[1]
     chosen = torch.zeros_like(scores)
     for i, x in enumerate(scores.tolist()):

@@ -49,7 +49,7 @@ def make_batch_invariant(model: nn.Module, flag: str = FLAG) -> None:
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module.multiply = small_linear
-            module.rule = replace(module.rule, sigmoid=sigmoid)
+            module.rule = replace(module.rule, sigmoid=sigmoid, softplus=softplus)
         elif isinstance(module, SharedExpertMLP):
             module.multiply = small_linear
             module.sigmoid = sigmoid
@@ -60,6 +60,11 @@ def make_batch_invariant(model: nn.Module, flag: str = FLAG) -> None:
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + e^-x); its bits do not depend on the place of a value, as torch's do."""
     return 1 / (1 + torch.exp(-x))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """Return log(1 + e^x); its bits do not depend on the place of a value, as torch's do."""
+    return x.clamp_min(0) + torch.log1p(torch.exp(-x.abs()))
 
 
 def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:

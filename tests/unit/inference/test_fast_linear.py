@@ -23,7 +23,7 @@ from megatron.core.inference.paged_engine.step_plan import SAMPLE, Segment, Step
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.linear import LinearCall, linear
-from megatron.core.transformer.batch_invariant import sigmoid
+from megatron.core.transformer.batch_invariant import sigmoid, softplus
 from tests.support import selection, tolerances
 from tests.support.one_process import one_process_groups, tiny_config
 from tests.unit.inference.test_batch_view import MLA, ints, plans, token
@@ -165,11 +165,11 @@ def test_batch_invariance_needs_the_compiled_kernels(monkeypatch: pytest.MonkeyP
     use_fast_linears(model())
 
 
-def test_the_sigmoid_is_that_of_torch() -> None:
+def test_the_sigmoid_and_the_softplus_are_those_of_torch() -> None:
     x = torch.tensor([-200.0, -90.0, -1.0, 0.0, 1e-3, 3.0, 90.0, torch.inf, -torch.inf, torch.nan])
-    wanted = torch.sigmoid(x.double()).float()
-    found = sigmoid(x)
-    torch.testing.assert_close(found, wanted, equal_nan=True, **tolerances.of(torch.float32))
+    for ours, of_torch in ((sigmoid, torch.sigmoid), (softplus, F.softplus)):
+        wanted = of_torch(x.double()).float()
+        torch.testing.assert_close(ours(x), wanted, equal_nan=True, **tolerances.of(torch.float32))
 
 
 @torch.no_grad()

@@ -93,7 +93,7 @@ def dense_routing(router: TopKRouter, logits: Tensor) -> tuple[Tensor, Tensor]:
     return of_router._apply_global_aux_loss(probs, scores, chosen), routing_map
 
 
-@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_a_replaced_routing_with_megatrons_pair_computes_the_same(score_function: str) -> None:
     layer = layer_of(moe_router_score_function=score_function)
     x = torch.randn(6, 2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -101,6 +101,20 @@ def test_a_replaced_routing_with_megatrons_pair_computes_the_same(score_function
     layer.router.routing = MethodType(dense_routing, layer.router)
     for found, wanted in zip(outcome(layer, x), expected, strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_roots_of_tiny_scores_have_a_gradient(dtype: torch.dtype) -> None:
+    """The softplus of the last logit is 0 in float32."""
+    logits = torch.tensor([[3.0, 1.0, -1.0, -300.0]], dtype=dtype, requires_grad=True)
+    probs, _ = moe_utils.topk_routing_with_score_function(
+        logits, 4, score_function="sqrtsoftplus", fused=True
+    )
+    scores = logits.detach().double().exp().log1p().sqrt()
+    torch.testing.assert_close(probs.double(), scores / scores.sum(), rtol=1e-2, atol=1e-6)
+    (probs * torch.arange(4)).sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
 
 
 def test_overridden_steps_of_the_layer_take_part() -> None:

@@ -219,6 +219,7 @@ _FEATURES = (
     _model("scores", "expert-bias",
            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
            "--moe-router-bias-update-rate 0.01", "experts"),
+    _model("scores", "sqrtsoftplus", "--moe-router-score-function sqrtsoftplus", "experts"),
     _model("scores", "pre-softmax", "--moe-router-pre-softmax", "experts"),
     _model("groups of experts", "expert-groups",
            "--moe-router-num-groups 2 --moe-router-group-topk 1 "

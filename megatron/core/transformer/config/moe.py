@@ -12,6 +12,7 @@ from megatron.core.config.parse import layer_frequency
 from megatron.core.model_parallel_config import as_tuple
 
 _moe = partial(option, group="moe")
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
 @dataclass(kw_only=True)
@@ -69,7 +70,10 @@ class MoEConfig:
         "Compute router scores, top-k and weights in one kernel; needs fp32 logits and a GPU.",
     )
     moe_router_score_function: str = _moe(
-        "softmax", "Score function of the router.", choices=("softmax", "sigmoid")
+        "softmax",
+        "Score function of the router; sqrtsoftplus is sqrt(log(1 + exp(logit))), as in "
+        "DeepSeek-V4.",
+        choices=SCORE_FUNCTIONS,
     )
     moe_router_topk: int = _moe(2, "Number of experts per token.")
     moe_router_pre_softmax: bool = _moe(False, "Apply softmax before top-k instead of after it.")
@@ -89,8 +93,8 @@ class MoEConfig:
     )
     moe_router_enable_expert_bias: bool = _moe(
         False,
-        "Balance load by a bias per expert, which is added to its score (sigmoid or softmax over "
-        "all experts) when experts are chosen, without an auxiliary loss.",
+        "Balance load by a bias per expert, which is added to its score (softmax over all "
+        "experts) when experts are chosen, without an auxiliary loss.",
     )
     moe_router_bias_update_rate: float = _moe(0.001, "Update rate of the expert bias.")
     moe_router_force_load_balancing: bool = _moe(

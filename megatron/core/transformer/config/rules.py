@@ -365,9 +365,13 @@ _BALANCING = where(
             "balances the load by itself": "--moe-router-enable-expert-bias",
             "{found} and --moe-router-load-balancing-type sinkhorn exclude each other: it weighs "
             "by plain scores": "--moe-router-topk-scaling-factor",
-            "--moe-router-score-function sigmoid and --moe-router-load-balancing-type sinkhorn "
+            "{--moe-router-score-function} and --moe-router-load-balancing-type sinkhorn "
             "exclude each other: with {--moe-router-topk} it weighs by a softmax": lambda c: (
-                c.moe_router_score_function == "sigmoid" and c.moe_router_topk > 1
+                c.moe_router_score_function != "softmax" and c.moe_router_topk > 1
+            ),
+            "{--moe-router-score-function} and --moe-router-load-balancing-type sinkhorn exclude "
+            "each other: with --moe-router-topk 1 it weighs by a sigmoid": lambda c: (
+                c.moe_router_score_function == "sqrtsoftplus" and c.moe_router_topk == 1
             ),
         },
     ),

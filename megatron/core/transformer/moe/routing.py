@@ -5,7 +5,8 @@ to the expert with the lower number, and among tokens to the first, so that ever
 alike.
 
 Sources: arXiv 2101.03961 (balance loss), 2202.08906 (z-loss), 2405.04434 (groups of experts),
-2412.19437 (sigmoid scores, balancing bias, loss per sequence), 2202.01169 (Sinkhorn).
+2412.19437 (sigmoid scores, balancing bias, loss per sequence), 2202.01169 (Sinkhorn).  The scores
+sqrt(softplus(logit)) are those of DeepSeek-V4.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.autograd import Context, Function
 from megatron.core.fusions import kernels
+from megatron.core.transformer.config.moe import SCORE_FUNCTIONS
 
 _TIE = 2.0**-12  # weights closer than this are equal when visits have to be dropped
 
@@ -74,17 +77,19 @@ class RoutingRule:
     """Settings of the choice of experts from router logits."""
 
     k: int
-    score_function: str = "softmax"  # or sigmoid
+    score_function: str = "softmax"  # or another of SCORE_FUNCTIONS
     pre_softmax: bool = False  # softmax over all experts, not over the chosen ones
     num_groups: int = 1  # groups of experts in group-limited routing
     groups_per_token: int = 1
     scores_per_group: int = 0  # the best, which sum to the score of a group; 0: as many as chosen
     scaling_factor: float | None = None
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+    softplus: Callable[[Tensor], Tensor] = F.softplus
 
     def __post_init__(self) -> None:
-        if self.score_function not in ("softmax", "sigmoid"):
-            message = f"Invalid score_function: {self.score_function}: use softmax or sigmoid"
+        if self.score_function not in SCORE_FUNCTIONS:
+            choices = " or ".join(SCORE_FUNCTIONS)
+            message = f"Invalid score_function: {self.score_function}: use {choices}"
             raise ValueError(message)
         chosen = self.k // self.groups_per_token
         object.__setattr__(self, "scores_per_group", self.scores_per_group or chosen)
@@ -124,12 +129,12 @@ def route(
 
 def weights_of(logits: Tensor, experts: Tensor, rule: RoutingRule) -> Tensor:
     """Return the weights of the given experts: [n, k]."""
-    is_sigmoid = rule.score_function == "sigmoid"
-    if is_sigmoid or rule.pre_softmax:
+    is_softmax = rule.score_function == "softmax"
+    if rule.pre_softmax or not is_softmax:
         weights = scores_of(logits, rule).gather(-1, experts)
     else:
         weights = _softmax(logits.gather(-1, experts))
-    if is_sigmoid and rule.k > 1:
+    if not is_softmax and rule.k > 1:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights if rule.scaling_factor is None else weights * rule.scaling_factor
 
@@ -138,6 +143,9 @@ def scores_of(logits: Tensor, rule: RoutingRule) -> Tensor:
     """Return the score of every expert: [n, E]."""
     if rule.score_function == "sigmoid":
         return rule.sigmoid(_at_least_fp32(logits)).to(logits.dtype)
+    if rule.score_function == "sqrtsoftplus":
+        # The root has no finite gradient at 0, the softplus of a logit below -103 in float32.
+        return rule.softplus(_at_least_fp32(logits)).clamp_min(1e-30).sqrt().to(logits.dtype)
     return _softmax(logits)
 
 
@@ -259,11 +267,13 @@ def _at_least_fp32(x: Tensor) -> Tensor:
 def route_fused(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> RoutingResult:
     """Choose experts and weights [n, k] from logits [n, E], by one GPU kernel if there is one.
 
-    Same result as `route`.  The kernels accept float32 logits only: in bf16 or fp16 they would
-    round at other points than `route`, which could change the chosen experts.
+    Same result as `route`, which computes sqrtsoftplus scores.  The kernels accept float32 logits
+    only: in bf16 or fp16 they would round at other points than `route`, which could change the
+    chosen experts.
     """
     adds_to_logits = bias is not None and not (rule.pre_softmax or rule.score_function == "sigmoid")
     is_exact = logits.dtype == torch.float32 and not adds_to_logits  # the kernel ranks by logits
+    is_exact = is_exact and rule.score_function != "sqrtsoftplus"
     fused = kernels.find("router", logits) if is_exact else None
     if fused is None:
         return route(logits, rule, bias)

@@ -10,7 +10,7 @@ def _weights_add_up(c: Settings) -> bool:
     """Return whether the weights of a token's experts add up to 1."""
     if c.load_balancing_types == ("sinkhorn",):
         return False
-    if c.moe_router_score_function == "sigmoid":
+    if c.moe_router_score_function != "softmax":
         return bool(c.moe_router_topk != 1)
     return not c.moe_router_pre_softmax
 
@@ -23,9 +23,10 @@ _UPCYCLING = where(
         "--moe-use-upcycling needs --load: the dense checkpoint": None,
         "--moe-use-upcycling needs --save: where the model with experts goes": None,
         "--moe-use-upcycling: the weights of a token's experts would not add up to 1; use "
-        "--moe-router-topk 2 or more with sigmoid scores, or with softmax scores without "
-        "--moe-router-pre-softmax, "
-        "and another load balancing than sinkhorn": lambda c: not _weights_add_up(c),
+        "--moe-router-topk 2 or more with sigmoid or sqrtsoftplus scores, or with softmax scores "
+        "without --moe-router-pre-softmax, and another load balancing than sinkhorn": lambda c: (
+            not _weights_add_up(c)
+        ),
     },
     where(
         lambda c: c.moe_upcycling_granularity > 0 and c.num_moe_experts is not None,
