@@ -48,7 +48,9 @@ KINDS = {
         "--optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d "
         "--use-precision-aware-optimizer --exp-avg-dtype bf16"
     ),
-    "muon": (2, "--optimizer dist_muon --muon-nesterov --swiglu"),
+    "muon": (
+        2, "--optimizer dist_muon --muon-nesterov --swiglu --qk-clip --qk-clip-threshold 0.01"
+    ),
     "fp8": (
         2, "--fp8-format hybrid --fp8-amax-history-len 4 --bf16 --tensor-model-parallel-size 2 "
         "--sequence-parallel"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -76,6 +77,15 @@ class OptimizedParam:
     def values_in(self, weight: Tensor) -> Tensor:
         """Return the elements of ``weight``, of the model parameter's shape, that ``main`` has."""
         return _part_of(weight, self.part)
+
+    def rows_to_elements(self, rows: Tensor) -> Tensor:
+        """Return a value per element of ``main``, given one per row of the local parameter."""
+        numel = self.main.numel()
+        part = self.info.part
+        start = 0 if part is None else part.start
+        columns = (numel if part is None else prod(part.shape)) // len(rows)
+        held = rows[start // columns : -(-(start + numel) // columns)].repeat_interleave(columns)
+        return held[start % columns :][:numel].view_as(self.main)
 
     def bind_main_grad(self) -> Tensor:
         """Bind the reduced gradient to ``main.grad``, without a copy; return it.

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import device
@@ -84,6 +85,9 @@ class MegatronOptimizer:
         self.model_chunks: Sequence[nn.Module] = model_chunks
         wrappers = [chunk for chunk in model_chunks if isinstance(chunk, DataParallelBase)]
         self.check_for_nan = any(each.ddp_config.check_for_nan_in_grad for each in wrappers)
+        # Attention layers that record their largest logits for --qk-clip.
+        modules: list[Any] = [module for chunk in model_chunks for module in chunk.modules()]
+        self._qk_layers = [m for m in modules if hasattr(m, "qk_clip_rows") and m.config.qk_clip]
         names = {param: name for name, param in trainable_parameters(model_chunks)}
         self.params, main_groups = optimized_params(names, param_groups, config, parts)
         if any(p.info.part is not None for p in self.params):
@@ -107,8 +111,13 @@ class MegatronOptimizer:
         return self.rule.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients outside the buffers of the data-parallel wrapper."""
+        """Drop all gradients outside the buffers of the data-parallel wrapper.
+
+        Also the largest attention logits that layers have recorded for --qk-clip.
+        """
         del set_to_none
+        for layer in self._qk_layers:
+            layer.largest_logits = None
         for p in self.params:
             p.model.grad = p.main.grad = None
 
@@ -306,9 +315,42 @@ class MegatronOptimizer:
         self.rule.begin_step(accepted)
         with self._timed("optimizer-inner-step"):
             self._step(self.params, divisor)
+            clipped = self._clip_qk(accepted)
         with self._timed("optimizer-copy-main-to-model-params"):
             # A fused kernel removes the weights that it has rounded itself; copy the others.
-            self._publish([p for p in self.params if p.main in self.rule.weights and not p.host])
+            left = clipped | self.rule.weights.keys()
+            self._publish([p for p in self.params if p.main in left and not p.host])
+
+    @torch.no_grad()
+    def _clip_qk(self, accepted: Tensor | None) -> set[nn.Parameter]:
+        """Scale query and key weights by --qk-clip; return the main parameters that it scales.
+
+        A step that ``accepted`` rejects scales by 1.  Collective over dp_cp.
+        """
+        layers = [layer for layer in self._qk_layers if layer.largest_logits is not None]
+        if not layers:
+            return set()
+        largest = torch.cat([layer.largest_logits for layer in layers])
+        if self.groups.dp_cp.size() > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.groups.dp_cp)
+        if accepted is not None:
+            largest = largest.where(accepted.bool(), -math.inf)
+        sizes = [len(layer.largest_logits) for layer in layers]
+        factors = {
+            model: rows
+            for layer, part in zip(layers, largest.split(sizes), strict=True)
+            for linear, rows in layer.qk_clip_rows(part)
+            for model in (getattr(linear, "weight", None), getattr(linear, "bias", None))
+        }
+        mine = [p for p in self.params if p.model in factors]
+        for p in mine:
+            factor = p.rows_to_elements(factors[p.model])
+            main = self.rule.state_of(p.main).get("main")
+            if isinstance(main, StateStorage):
+                main.write(main.read() * factor)
+            else:
+                p.main.mul_(factor)
+        return {p.main for p in mine}
 
     def _step(self, params: Sequence[OptimizedParam], divisor: float | Tensor) -> None:
         """Update ``params``, and copy offloaded ones back to the device.

@@ -35,6 +35,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import MegatronModule, WithBias, is_replaced
 from megatron.core.transformer.norms import l2_norm, leaves_bias_to_sum
+from megatron.core.transformer.qk_clip import clip_factors, largest_logits
 from megatron.core.transformer.rope import table_of_angles
 from megatron.core.transformer.spec_utils import Slot, build_module, build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -79,6 +80,8 @@ class Attention(MegatronModule, ABC):
     """
 
     attention_type = "self"
+    # Of each head since the last reset by the optimizer, with --qk-clip: [n/tp].
+    largest_logits: Tensor | None = None
 
     @library_call(
         "config submodules layer_number attn_mask_type cp_comm_type model_comm_pgs",
@@ -230,6 +233,12 @@ class Attention(MegatronModule, ABC):
         gate: Tensor | None = None,
     ) -> WithBias:
         """Run the core and the output projection; recompute the core in backward if configured."""
+        if self.config.qk_clip and self.training and self.attention_type == "self":
+            found = largest_logits(
+                query, key, self.core_attention, self.cp_group, attention_mask, packed_seq_params
+            )
+            known = self.largest_logits
+            self.largest_logits = found if known is None else torch.maximum(known, found)
         is_kept = not (self.checkpoint_core_attention and self.training)
         core = self.core_attention if is_kept else self._checkpointed_attention_forward
         context = core(
@@ -305,6 +314,13 @@ class SelfAttentionBase(Attention):
 
         With --attention-output-gate the gate follows them.
         """
+
+    def qk_clip_rows(self, largest: Tensor) -> list[tuple[Any, Tensor]]:
+        """Return the layers that compute queries and keys, and a factor for each of their rows.
+
+        ``largest`` [n/tp]: the largest logit of each head, for --qk-clip.
+        """
+        raise ConfigError(f"--qk-clip: {type(self).__name__} has no qk_clip_rows(); define it")
 
     def forward(
         self,
@@ -477,6 +493,21 @@ class SelfAttention(SelfAttentionBase):
         _note_rows(self.linear_qkv, queries, width, width)
         self.q_layernorm = self._build_norm(submodules.q_layernorm, self.query_projection_size)
         self.k_layernorm = self._build_norm(submodules.k_layernorm, self.kv_projection_size)
+
+    def qk_clip_rows(self, largest: Tensor) -> list[tuple[Any, Tensor]]:
+        """See `SelfAttentionBase.qk_clip_rows`."""
+        c = self.config
+        of_groups = largest.view(self.num_query_groups_per_partition, -1).amax(1, keepdim=True)
+        factor = clip_factors(of_groups, c.qk_clip_threshold)
+        width = self.hidden_size_per_attention_head
+        queries = c.num_attention_heads // c.num_query_groups * width
+        rows = [
+            (factor**c.qk_clip_alpha).expand(-1, queries),
+            torch.ones_like(factor).expand(-1, queries * c.attention_output_gate),
+            (factor ** (1 - c.qk_clip_alpha)).expand(-1, width),
+            torch.ones_like(factor).expand(-1, width),
+        ]
+        return [(self.linear_qkv, torch.cat(rows, 1).flatten())]
 
     def _build_norm(self, spec: Slot | None, width: int) -> Callable[[Tensor], Tensor] | None:
         is_full = self.config.qk_layernorm_full_width

@@ -35,6 +35,7 @@ from megatron.core.transformer.attention import SelfAttentionBase
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import WithBias, is_replaced
+from megatron.core.transformer.qk_clip import clip_factors
 from megatron.core.transformer.rope import RotaryEmbedding, build_rotary, yarn_mscale
 from megatron.core.transformer.spec_utils import Slot, build_module, build_norm
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -157,6 +158,28 @@ class MLASelfAttention(MultiLatentAttention):
             s.linear_kv_up_proj, c.kv_lora_rank, c.qk_head_dim + c.v_head_dim, "kv_up_proj"
         )
         self.recompute_up_proj = "mla_up_proj" in c.modules_to_recompute
+
+    def qk_clip_rows(self, largest: Tensor) -> list[tuple[Any, Tensor]]:
+        """See `SelfAttentionBase.qk_clip_rows`.
+
+        All heads share the rotated channels of the key: those of the query take the complete
+        factor.
+        """
+        c = self.config
+        factor = clip_factors(largest, c.qk_clip_threshold).unsqueeze(1)
+        query = [
+            (factor**c.qk_clip_alpha).expand(-1, c.qk_head_dim),
+            factor.expand(-1, c.qk_pos_emb_head_dim),
+        ]
+        key_value = [
+            (factor ** (1 - c.qk_clip_alpha)).expand(-1, c.qk_head_dim),
+            torch.ones_like(factor).expand(-1, c.v_head_dim),
+        ]
+        linear_q = self.linear_q_proj if c.q_lora_rank is None else self.linear_q_up_proj
+        return [
+            (linear_q, torch.cat(query, 1).flatten()),
+            (self.linear_kv_up_proj, torch.cat(key_value, 1).flatten()),
+        ]
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **more: Any

@@ -206,6 +206,17 @@ class AttentionConfig:
         aliases=("--export-qk-l2-norm",),
         group="vision",
     )
+    qk_clip: bool = _network(
+        False,
+        "After each step, scale the query and key weights of self-attention heads whose largest "
+        "logit of the step exceeded --qk-clip-threshold, so that it would equal the threshold. "
+        "Costs one more product of queries and keys per layer and forward pass.",
+    )
+    qk_clip_alpha: float = _network(
+        0.5,
+        "Power of --qk-clip's factor by which query weights are scaled; key weights by 1 minus it.",
+    )
+    qk_clip_threshold: float = _network(100.0, "Largest attention logit that --qk-clip permits.")
     flash_decode: bool = option(
         False,
         "Use flash decoding during generation.",

@@ -81,6 +81,24 @@ _ARCHITECTURE = rules(
         },
     ),
     where(
+        "--qk-clip",
+        {
+            "--qk-clip and {found} exclude each other: attention logits then do not follow the "
+            "scale of query and key weights; keep one": lambda c: given(
+                "--qk-l2-norm --attn-logit-softcapping"
+                + ("" if c.multi_latent_attention else " --qk-layernorm")
+            )(c),
+            "--qk-clip and --enable-cuda-graph exclude each other: a captured graph does not "
+            "record the largest logits anew in each step; keep one": lambda c: c.uses_graphs,
+            "{found}: a number greater than 0 is needed": given(
+                "--qk-clip-threshold", lambda threshold: threshold <= 0
+            ),
+            "{found}: a number from 0 to 1 is needed": given(
+                "--qk-clip-alpha", lambda alpha: not 0 <= alpha <= 1
+            ),
+        },
+    ),
+    where(
         "--batch-invariant-mode",
         {
             "{found}: --batch-invariant-mode computes values that do not depend on a random mask; "

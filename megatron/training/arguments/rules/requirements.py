@@ -67,6 +67,7 @@ _FLAGS_NEEDED = parse_table(
 --swiglu, --geglu or --quick-geglu | activation_func_clamp_value glu_linear_offset
 --multi-latent-attention | q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     cache_mla_latents
+--qk-clip | qk_clip_alpha qk_clip_threshold
 --multi-latent-attention or --rope-type yarn | rotary_scaling_factor mscale mscale_all_dim
 --num-experts | expert_tensor_parallel_size moe_aux_loss_coeff moe_apply_probs_on_input
     moe_enable_deepep moe_expert_capacity_factor moe_ffn_hidden_size moe_input_jitter_eps

@@ -279,6 +279,17 @@ _OPTIMIZER = rules(
             "which shards its state over data-parallel ranks": None,
         },
     ),
+    where(
+        "--qk-clip",
+        {
+            "--qk-clip and {found} exclude each other: it scales complete updated weights on the "
+            "device; keep one": (
+                "--optimizer-cpu-offload --overlap-param-gather-with-optimizer-step"
+            ),
+            "--qk-clip and {found} exclude each other: adapters do not train the query and key "
+            "weights that it scales; keep one": "--lora-rank",
+        },
+    ),
     {
         "{found} with {--optimizer}: its update is not element-wise and needs complete parameters "
         "on one device; use data parallelism "
