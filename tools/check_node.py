@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics.fault_injection import check_faults
-from megatron.training.fault_tolerance import node_checks
 from megatron.training.process.rank_print import rank
+from tools.lib import node_checks
 
 
 def arguments() -> argparse.Namespace:

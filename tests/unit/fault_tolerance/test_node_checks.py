@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron.training.fault_tolerance import node_checks
-from megatron.training.fault_tolerance.node_checks import problem_of
+from tools.lib import node_checks
+from tools.lib.node_checks import problem_of
 
 
 def test_a_healthy_device_computes_right_products() -> None:
