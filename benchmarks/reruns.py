@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
 
-from megatron.core.rerun.faults import RerunMode
+from megatron.core.rerun.results import RerunMode
 from megatron.core.rerun.state_machine import RerunStateMachine
 from megatron.core.tensor_parallel.random import get_rng_tracker, model_parallel_seed
 from megatron.training.step.rerun import StepSnapshot

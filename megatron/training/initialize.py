@@ -38,7 +38,7 @@ from megatron.core.parallel.communicators import end_group_threads_at_exit
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.schedules import graphs_of
 from megatron.core.quantization.quant_config import text_of_globs
-from megatron.core.rerun.faults import steps_to_skip
+from megatron.core.rerun.results import steps_to_skip
 from megatron.core.rerun.state_machine import destroy_rerun_state_machine
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.training import inprocess_restart, planning

@@ -16,7 +16,7 @@ from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import ParamInfo, set_info
 from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
-from megatron.core.rerun.faults import RerunMode
+from megatron.core.rerun.results import RerunMode
 from megatron.core.rerun.state_machine import (
     get_rerun_state_machine,
     initialize_rerun_state_machine,

@@ -22,7 +22,7 @@ from megatron.core.parallel.context_parallel_partition import held_tokens
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import info_of, name_parameters
 from megatron.core.params.param_init import initialize_parameters
-from megatron.core.rerun.faults import RerunMode
+from megatron.core.rerun.results import RerunMode
 from megatron.core.rerun.state_machine import (
     get_rerun_state_machine,
     initialize_rerun_state_machine,

@@ -16,19 +16,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.config.errors import ConfigError, NonFiniteError
-from megatron.core.rerun.faults import (
-    Place,
-    QuickStats,
-    RerunDiagnostic,
-    RerunErrorInjector,
-    RerunMode,
-    RerunState,
-)
 from megatron.core.rerun.results import (
     Call,
     Caller,
     Findings,
+    Place,
+    QuickStats,
     Request,
+    RerunDiagnostic,
+    RerunErrorInjector,
+    RerunMode,
+    RerunState,
     Suspect,
     relative_difference,
     request_after,

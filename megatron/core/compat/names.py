@@ -322,9 +322,8 @@ core.inference.text_generation_controllers.vlm_text_generation_controller = core
 core.hyper_comm_grid = core.parallel.hyper_comm_grid
 core.parallel_state = core.parallel.parallel_state
 core.process_groups_config = core.parallel.process_groups_config
-core.rerun_state_machine <- core.rerun.faults: COMPARISON_MATCH COMPARISON_MISMATCH QuickStats
-    RerunDiagnostic RerunErrorInjector RerunMode RerunState RerunValidationStatus
-core.rerun_state_machine <- core.rerun.results: Call Caller
+core.rerun_state_machine <- core.rerun.results: COMPARISON_MATCH COMPARISON_MISMATCH Call Caller
+    QuickStats RerunDiagnostic RerunErrorInjector RerunMode RerunState RerunValidationStatus
 core.rerun_state_machine <- core.rerun.state_machine: EXIT_CODE_FAILED_ON_RESULT_VALIDATION
     EXIT_CODE_RESUME_TO_DISAMBIGUATE RerunDataIterator RerunStateMachine
     destroy_rerun_state_machine get_rerun_state_machine initialize_rerun_state_machine

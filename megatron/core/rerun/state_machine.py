@@ -29,22 +29,20 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.rank_local import each_rank_owns
-from megatron.core.rerun.faults import (
+from megatron.core.rerun.results import (
+    Findings,
     Place,
+    Request,
     RerunErrorInjector,
     RerunMode,
     RerunState,
-    log,
-    steps_to_skip,
-)
-from megatron.core.rerun.results import (
-    Findings,
-    Request,
     ResultValidator,
     Suspect,
+    log,
     my_rank,
     num_ranks,
     request_after,
+    steps_to_skip,
 )
 
 EXIT_CODE_RESUME_TO_DISAMBIGUATE = 16

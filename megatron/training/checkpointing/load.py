@@ -42,7 +42,7 @@ from megatron.core.parallel.collectives import (
     on_rank_0,
 )
 from megatron.core.peft.draft_heads import begin_heads
-from megatron.core.rerun.faults import RerunMode, log
+from megatron.core.rerun.results import RerunMode, log
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing.base_model import (
     BaseModel,

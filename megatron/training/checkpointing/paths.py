@@ -49,7 +49,7 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
 )
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.core.rerun.faults import RerunMode
+from megatron.core.rerun.results import RerunMode
 from megatron.core.rerun.state_machine import RerunStateMachine
 
 

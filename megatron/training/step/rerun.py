@@ -20,7 +20,7 @@ from megatron.core.config.errors import NonFiniteError
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.distributed.non_finite import naming_step
 from megatron.core.parallel.collectives import all_gather_json
-from megatron.core.rerun.faults import RerunDiagnostic, RerunErrorInjector, RerunMode, log
+from megatron.core.rerun.results import RerunDiagnostic, RerunErrorInjector, RerunMode, log
 from megatron.core.rerun.state_machine import (
     EXIT_CODE_RESUME_TO_DISAMBIGUATE,
     PassRejected,

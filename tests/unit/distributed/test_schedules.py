@@ -22,7 +22,7 @@ from megatron.core.distributed.non_finite import LossCheck, naming_step
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
-from megatron.core.rerun.faults import RerunMode
+from megatron.core.rerun.results import RerunMode
 from megatron.core.rerun.state_machine import RerunStateMachine
 from tests.support import tolerances
 from tests.support.one_rank_training import ModelConfig, TinyModel, mean_loss, token_batch

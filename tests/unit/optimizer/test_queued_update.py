@@ -16,7 +16,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import gradient_divisor
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun import state_machine
-from megatron.core.rerun.faults import RerunErrorInjector, RerunMode
+from megatron.core.rerun.results import RerunErrorInjector, RerunMode
 from megatron.core.rerun.state_machine import PassRejected, RerunStateMachine
 from tests.support import tolerances
 
