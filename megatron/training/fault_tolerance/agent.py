@@ -37,9 +37,13 @@ from megatron.training.fault_tolerance.heartbeat import (
     is_stopped,
     read_heartbeats,
 )
-from megatron.training.fault_tolerance.outcome import NodeReport, RankEnd, read_reports
 from megatron.training.fault_tolerance.rendezvous import AttemptCoordination, Rendezvous
-from megatron.training.fault_tolerance.restart_policy import Options
+from megatron.training.fault_tolerance.restart_policy import (
+    NodeReport,
+    Options,
+    RankEnd,
+    read_reports,
+)
 from megatron.training.process import exit_report
 from megatron.training.process.signals import ECHO_S, SUPERVISOR
 

@@ -27,37 +27,24 @@ from megatron.training.fault_tolerance.rendezvous import check_parameters
 from megatron.training.fault_tolerance.restart_policy import Options
 from megatron.training.process.shared_memory import SHARED_MEMORY
 
-_MAX_RESTARTS = 100
 _PORT = 29500
 # torch's agent handles these; `StopSignals` handles the others.
 _ENDING_SIGNALS = "SIGHUP,SIGQUIT"
-# Flag -> default, unit, help.
-_NUMBERS: dict[str, tuple[float, str, str]] = {
+# Flag of a field of `Options` -> help.
+_NUMBERS = {
     "--max-no-progress-restarts": (
-        3,
-        "N",
-        "stop after N restarts without a new checkpoint or --min-progress-iterations steps",
+        "stop after N restarts without a new checkpoint or --min-progress-iterations steps"
     ),
     "--min-progress-iterations": (
-        200,
-        "N",
-        "number of new steps that count as progress without a new checkpoint",
+        "number of new steps that count as progress without a new checkpoint"
     ),
     "--restart-backoff": (
-        1.0,
-        "SECONDS",
-        "pause before a restart; it doubles with each restart without progress, up to 60",
+        "pause before a restart; it doubles with each restart without progress, up to 60"
     ),
     "--peer-timeout": (
-        15.0,
-        "SECONDS",
-        "time for the ranks of a node to end by themselves after another rank has failed",
+        "time for the ranks of a node to end by themselves after another rank has failed"
     ),
-    "--node-timeout": (
-        30.0,
-        "SECONDS",
-        "time without a sign of life after which a node counts as lost",
-    ),
+    "--node-timeout": "time without a sign of life after which a node counts as lost",
 }
 
 
@@ -90,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     _add_own_flags(found.add_argument_group("supervisor"))
     # torch 2.11 has a --master-port that all runs on a host would share.
     port = os.environ.get("PET_MASTER_PORT")
-    found.set_defaults(max_restarts=_MAX_RESTARTS, shutdown_timeout=None, master_port=port)
+    found.set_defaults(max_restarts=Options.max_restarts, shutdown_timeout=None, master_port=port)
     return found
 
 
@@ -160,7 +147,9 @@ def _add_own_flags(group: argparse._ActionsContainer) -> None:
             metavar="SECONDS",
             help="time for ranks to end before they are killed; default: 30",
         )
-    for flag, (default, unit, text) in _NUMBERS.items():
+    for flag, text in _NUMBERS.items():
+        default = getattr(Options, _dest(flag))
+        unit = "N" if isinstance(default, int) else "SECONDS"
         add(flag, type=type(default), default=default, metavar=unit, help=text)
     add(
         "--exit-report-dir",
@@ -175,6 +164,10 @@ def _add_own_flags(group: argparse._ActionsContainer) -> None:
         action="store_true",
         help="run tools/check_node.py before the first attempt and after a node is blamed",
     )
+
+
+def _dest(flag: str) -> str:
+    return flag[2:].replace("-", "_")
 
 
 def _rendezvous(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,7 +205,7 @@ def _problems(given: Mapping[str, Any]) -> Iterator[str]:
     elif most > 1 and given["rdzv_backend"] == "c10d" and not given["rdzv_endpoint"]:
         yield f"--nnodes {nodes} --rdzv-backend c10d: give --rdzv-endpoint HOST:PORT"
     for flag in ("--max-restarts", *_NUMBERS):
-        if (value := given[flag[2:].replace("-", "_")]) < 0:
+        if (value := given[_dest(flag)]) < 0:
             yield f"{flag} {value}: at least 0 is needed"
     if given["standalone"] and most > 1:
         yield f"--standalone --nnodes {nodes}: --standalone is for one node; remove one of them"

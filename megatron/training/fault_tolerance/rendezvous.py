@@ -52,8 +52,13 @@ from torch.distributed.elastic.rendezvous.utils import (
 from torch.distributed.launcher.api import LaunchConfig
 
 from megatron.core.config.errors import ConfigError, LaunchError
-from megatron.training.fault_tolerance.outcome import NodeReport, from_json, to_json
-from megatron.training.fault_tolerance.restart_policy import Decision, History
+from megatron.training.fault_tolerance.restart_policy import (
+    Decision,
+    History,
+    NodeReport,
+    from_json,
+    to_json,
+)
 from megatron.training.process.rendezvous import why_not_reachable
 
 # Number of nodes that joined -> number of nodes that train.

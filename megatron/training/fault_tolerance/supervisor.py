@@ -36,7 +36,6 @@ from megatron.training.fault_tolerance.agent import (
 )
 from megatron.training.fault_tolerance.heartbeat import STATE_FILE, Limits
 from megatron.training.fault_tolerance.launch_flags import Launch, value_of
-from megatron.training.fault_tolerance.outcome import NodeReport, Outcome, outcome_of, to_json
 from megatron.training.fault_tolerance.rendezvous import (
     AttemptCoordination,
     Connector,
@@ -48,8 +47,12 @@ from megatron.training.fault_tolerance.rendezvous import (
 from megatron.training.fault_tolerance.restart_policy import (
     Decision,
     History,
+    NodeReport,
+    Outcome,
     decide,
     exit_text,
+    outcome_of,
+    to_json,
 )
 from megatron.training.process.shared_memory import HEARTBEATS, lock_folder
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.training.fault_tolerance.outcome import (
+from megatron.training.fault_tolerance.restart_policy import (
     NodeReport,
     Outcome,
     RankEnd,

@@ -16,14 +16,13 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from megatron.training.fault_tolerance import rendezvous
 from megatron.training.fault_tolerance.launch_flags import parse
-from megatron.training.fault_tolerance.outcome import NodeReport, to_json
 from megatron.training.fault_tolerance.rendezvous import (
     AttemptCoordination,
     Connector,
     Node,
     Rendezvous,
 )
-from megatron.training.fault_tolerance.restart_policy import Decision, History
+from megatron.training.fault_tolerance.restart_policy import Decision, History, NodeReport, to_json
 
 
 def config(tmp_path: Path, endpoint: str, nnodes: str, *more: str) -> LaunchConfig:

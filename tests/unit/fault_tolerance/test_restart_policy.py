@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 
-from megatron.training.fault_tolerance.outcome import (
+from megatron.training.fault_tolerance.restart_policy import (
+    Decision,
+    History,
     NodeReport,
+    Options,
     Outcome,
     RankEnd,
+    decide,
     from_json,
     outcome_of,
     to_json,
 )
-from megatron.training.fault_tolerance.restart_policy import Decision, History, Options, decide
 
 OPTIONS = Options(max_no_progress_restarts=3, min_progress_iterations=10)
 
