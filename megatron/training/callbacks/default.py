@@ -12,9 +12,7 @@ from megatron.core import device
 from megatron.core.diagnostics.energy import EnergyMonitor
 from megatron.core.optional import available
 from megatron.training.arguments.flat_values import flat_values
-from megatron.training.callbacks.console import ConsoleSink, ShortSink
 from megatron.training.callbacks.metrics import Metrics
-from megatron.training.callbacks.metrics_file import MetricsFileSink
 from megatron.training.callbacks.periodic import (
     CheckpointCallback,
     EvaluationCallback,
@@ -25,9 +23,15 @@ from megatron.training.callbacks.periodic import (
 )
 from megatron.training.callbacks.profiler import MemoryHistory, NsysRange, TorchProfiler
 from megatron.training.callbacks.progress_log import ProgressLog
-from megatron.training.callbacks.records import Sink, open_sink
+from megatron.training.callbacks.sinks import (
+    ConsoleSink,
+    MetricsFileSink,
+    ShortSink,
+    Sink,
+    TensorBoardSink,
+    open_sink,
+)
 from megatron.training.callbacks.straggler import Straggler
-from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.trackers import TRACKERS, TrackerSink
 from megatron.training.callbacks.user import user_callbacks
 from megatron.training.fault_tolerance import sections

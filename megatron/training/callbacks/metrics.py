@@ -24,7 +24,7 @@ from megatron.core.diagnostics.timers import TENSORBOARD, largest_s
 from megatron.core.transformer.layer_layout import has_experts
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.routing import RoutingResult
-from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
+from megatron.training.callbacks.sinks import EvalRecord, Sink, StepRecord
 from megatron.training.callbacks.user import user_values
 from megatron.training.checkpointing.checkpointer import CheckpointEvent
 from megatron.training.estimates.flops import (

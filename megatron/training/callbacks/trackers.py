@@ -21,8 +21,7 @@ from queue import Full, Queue
 from typing import Any
 
 from megatron.core.optional import require
-from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
-from megatron.training.config.run import RunConfig
+from megatron.training.callbacks.sinks import EvalRecord, Sink, StepRecord
 from megatron.training.step.run import ModelRun, SinkFailed
 
 IDS = "trackers.json"  # in the directory of --save: name of a tracker -> id of its run
@@ -226,7 +225,7 @@ class TrackerSink(Sink):
             project=(logging.wandb_project if is_wandb else logging.tracker_project) or None,
             name=(logging.wandb_exp_name if is_wandb else logging.tracker_run) or None,
             entity=logging.wandb_entity,
-            folder=wandb_folder(run.config),
+            folder=logging.wandb_save_dir or os.path.join(save or ".", "wandb"),
             values={key: _plain(value) for key, value in arguments.items()},
             run_id=run_id,
         )
@@ -283,11 +282,6 @@ class TrackerSink(Sink):
                         self._tracker.log(is_new, step)
         except SinkFailed as error:
             self._error = error
-
-
-def wandb_folder(config: RunConfig) -> str:
-    """Return the folder for the files of wandb on this host."""
-    return config.logging.wandb_save_dir or os.path.join(config.checkpoint.save or ".", "wandb")
 
 
 def _goes_on(run: ModelRun) -> bool:

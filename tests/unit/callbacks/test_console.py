@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from megatron.training.callbacks.console import validation_block
-from megatron.training.callbacks.records import EvalRecord
+from megatron.training.callbacks.sinks import EvalRecord, validation_block
 
 
 def _record(**changes: object) -> EvalRecord:

@@ -17,11 +17,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.core.diagnostics import timers as timers_module
 from megatron.training.callbacks import metrics as metrics_module
 from megatron.training.callbacks import trackers
-from megatron.training.callbacks.console import ConsoleSink
 from megatron.training.callbacks.metrics import Metrics
-from megatron.training.callbacks.metrics_file import MetricsFileSink
-from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord, open_sink
-from megatron.training.callbacks.tensorboard import TensorBoardSink
+from megatron.training.callbacks.sinks import (
+    ConsoleSink,
+    EvalRecord,
+    MetricsFileSink,
+    Sink,
+    StepRecord,
+    TensorBoardSink,
+    open_sink,
+)
 from megatron.training.callbacks.trackers import TrackerSink
 from megatron.training.step.run import CallbackList, EvalResult
 from tests.support.callback_calls import fake_run, step_result

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.callbacks.metrics_file import MetricsFileSink
-from megatron.training.callbacks.records import EvalRecord, StepRecord
+from megatron.training.callbacks.sinks import EvalRecord, MetricsFileSink, StepRecord
 
 
 def write_step(sink: MetricsFileSink, iteration: int, loss: float = 1.0) -> None:

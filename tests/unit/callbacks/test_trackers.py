@@ -17,7 +17,7 @@ import pytest
 from megatron.core.config.errors import MissingDependency
 from megatron.training.callbacks import trackers
 from megatron.training.callbacks.metrics import Metrics
-from megatron.training.callbacks.records import EvalRecord, StepRecord
+from megatron.training.callbacks.sinks import EvalRecord, StepRecord
 from megatron.training.callbacks.trackers import Start, Tracker, TrackerSink
 from megatron.training.checkpointing.checkpointer import Checkpointer
 from megatron.training.step.run import CallbackList, EvalResult, SinkFailed

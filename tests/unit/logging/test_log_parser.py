@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.callbacks.console import FORMATS, training_line, validation_block
-from megatron.training.callbacks.records import EvalRecord
+from megatron.training.callbacks.sinks import FORMATS, EvalRecord, training_line, validation_block
 from tests.support.log_parser import (
     TrainingLine,
     ValidationLine,

@@ -10,9 +10,12 @@ from xml.etree import ElementTree
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from megatron.training.callbacks.metrics_file import MetricsFileSink
-from megatron.training.callbacks.records import EvalRecord, StepRecord
-from megatron.training.callbacks.tensorboard import TensorBoardSink
+from megatron.training.callbacks.sinks import (
+    EvalRecord,
+    MetricsFileSink,
+    StepRecord,
+    TensorBoardSink,
+)
 from tests.support.callback_calls import run_config
 from tools import plot_run
 from tools.lib.run_values import NoValues, read_run
