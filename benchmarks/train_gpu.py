@@ -242,7 +242,8 @@ def serve(asked: argparse.Namespace) -> None:
             trainer = trainer or make_trainer(asked.worker, SHAPES[asked.shape], asked.ours)
             losses += [trainer.step() for _ in range(count)]
             device.synchronize()
-            device.reset_peak_memory()  # without what made the model and compiled it
+            if device.is_cuda():  # without what made the model and compiled it
+                torch.cuda.reset_peak_memory_stats()
             began_s = time.perf_counter()
             losses += [trainer.step() for _ in range(asked.steps)]
             device.synchronize()

@@ -244,12 +244,6 @@ def allocating_from(pool: MemPool) -> contextlib.AbstractContextManager[None]:
     return torch.cuda.use_mem_pool(pool)
 
 
-def reset_peak_memory() -> None:
-    """Restart the count of peak device memory (``max_allocated`` and ``max_reserved``)."""
-    if _has_gpu():
-        torch.cuda.reset_peak_memory_stats()
-
-
 def rng_state() -> torch.Tensor:
     """Return the state of the device's default generator."""
     return torch.cuda.get_rng_state() if _has_gpu() else torch.get_rng_state()
@@ -432,16 +426,9 @@ def about_to_record() -> Iterator[None]:
             gc.enable()
 
 
-def profiler_start() -> None:
-    """Begin the capture range of an attached profiler, for example nsys."""
-    if _has_gpu():
-        torch.cuda.cudart().cudaProfilerStart()
-
-
-def profiler_stop() -> None:
-    """End the capture range of an attached profiler."""
-    if _has_gpu():
-        torch.cuda.cudart().cudaProfilerStop()
+def profiler_range() -> contextlib.AbstractContextManager[None]:
+    """Return a context that is the capture range of an attached profiler, for example nsys."""
+    return torch.cuda.profiler.profile() if _has_gpu() else contextlib.nullcontext()
 
 
 def name() -> str:

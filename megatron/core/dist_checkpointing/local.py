@@ -173,7 +173,8 @@ def _replicate(
             except REPORTED as error:
                 errors.append(f"copy of {final}: {error}")
 
-    store(partial(_new_folder, temporary))
+    shutil.rmtree(temporary, ignore_errors=True)
+    store(partial(temporary.mkdir, parents=True))
     for mine, theirs in zip_longest(_chunks(files), _chunks(their_files)):
         operations = []
         if mine is not None and folder is not None:
@@ -191,11 +192,6 @@ def _replicate(
     store(partial(_publish, temporary, final))
     shutil.rmtree(temporary, ignore_errors=True)
     return errors
-
-
-def _new_folder(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 def _append(path: Path, data: Tensor) -> None:

@@ -203,8 +203,7 @@ def markup_of_choice(name: str | None) -> Markup:
     """Return the format of an answer that is a call, or only the arguments of tool ``name``."""
 
     def read(text: str, tools: Tools) -> list[Call] | None:
-        call = json_call(text) if name is None else Call(name, text)
-        return None if call is None else [call]
+        return _read_hermes(text, tools) if name is None else [Call(name, text)]
 
     return Markup({}, read, CALL)
 

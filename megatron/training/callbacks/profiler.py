@@ -76,8 +76,8 @@ class NsysRange(Callback):
     def on_step_start(self, run: TrainingRun) -> None:
         first, last = window(run.config)
         if self._ranges is None and run.state.iteration == first < last:
-            device.profiler_start()
             self._ranges = contextlib.ExitStack()
+            self._ranges.enter_context(device.profiler_range())
             if device.is_cuda():
                 self._ranges.enter_context(emit_nvtx(record_shapes=True))
 
@@ -89,7 +89,6 @@ class NsysRange(Callback):
         if self._ranges is not None:
             self._ranges.close()
             self._ranges = None
-            device.profiler_stop()
 
 
 class MemoryHistory(Callback):

@@ -7,6 +7,8 @@ import json
 import logging
 import math
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,12 +214,14 @@ def test_a_trace_that_cannot_be_written_does_not_end_training(
 def test_nsys_sees_the_same_window(monkeypatch: pytest.MonkeyPatch) -> None:
     run = fake_run("--profile --profile-step-start 3 --profile-step-end 5")
     calls: list[tuple[str, int]] = []
-    monkeypatch.setattr(
-        device, "profiler_start", lambda: calls.append(("start", run.state.iteration))
-    )
-    monkeypatch.setattr(
-        device, "profiler_stop", lambda: calls.append(("stop", run.state.iteration))
-    )
+
+    @contextmanager
+    def profiler_range() -> Iterator[None]:
+        calls.append(("start", run.state.iteration))
+        yield
+        calls.append(("stop", run.state.iteration))
+
+    monkeypatch.setattr(device, "profiler_range", profiler_range)
     callback = NsysRange()
     train(run, callback)
     callback.close()
