@@ -62,7 +62,7 @@ BUDGETS: dict[str, int] = {
     "training/data": 8450,
     "training/datasets": 0,
     "training/estimates": 5450,
-    "training/fault_tolerance": 16550,
+    "training/fault_tolerance": 15900,
     "training/models": 10400,
     "training/planning": 10400,
     "training/preprocess": 10100,

@@ -45,11 +45,7 @@ from megatron.core.dist_checkpointing.all_ranks import (
     not_written,
     write,
 )
-from megatron.core.dist_checkpointing.records import (
-    Piece,
-    TensorRecord,
-    TensorRecords,
-)
+from megatron.core.dist_checkpointing.records import Piece, TensorRecord, TensorRecords
 from megatron.core.parallel.collectives import gather_json, is_so_everywhere
 from megatron.core.parallel.run_store import LOST_RANKS, RunStore
 

@@ -42,12 +42,7 @@ from megatron.core.dist_checkpointing.manifest import (
     write_json,
 )
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.core.dist_checkpointing.records import (
-    LazyPiece,
-    Piece,
-    TensorRecord,
-    TensorRecords,
-)
+from megatron.core.dist_checkpointing.records import LazyPiece, Piece, TensorRecord, TensorRecords
 from megatron.core.dist_checkpointing.safetensors_file import (
     BLOCK_BYTES,
     DTYPE_NAMES,

@@ -19,12 +19,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject, Nested, StateDict
-from megatron.core.dist_checkpointing.formats import (
-    SAFETENSORS_DIST,
-    Format,
-    RankReport,
-    RankSave,
-)
+from megatron.core.dist_checkpointing.formats import SAFETENSORS_DIST, Format, RankReport, RankSave
 from megatron.core.dist_checkpointing.manifest import FORMAT, MANIFEST, Common, FileEntries
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.plain_values import decode, encode

@@ -35,12 +35,7 @@ from megatron.inference.server.http import (
     responses,
 )
 from megatron.inference.server.megatron_api import answer_api
-from megatron.inference.server.openai_api import (
-    ChatPrompt,
-    ChatRequest,
-    CompletionRequest,
-    answer,
-)
+from megatron.inference.server.openai_api import ChatPrompt, ChatRequest, CompletionRequest, answer
 from megatron.inference.server.openapi import Route, describe, version
 from megatron.inference.server.responses_api import ResponsesRequest
 

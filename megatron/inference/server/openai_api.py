@@ -27,13 +27,7 @@ from megatron.inference.server.chat_formats import (
 )
 from megatron.inference.server.chat_images import prompt_of
 from megatron.inference.server.fields import ApiError, Body, Fields, log_prob_of
-from megatron.inference.server.generation import (
-    GenerationRequest,
-    Objects,
-    Sample,
-    Service,
-    write,
-)
+from megatron.inference.server.generation import GenerationRequest, Objects, Sample, Service, write
 from megatron.inference.server.http import json_answer
 from megatron.inference.server.model import Model
 from megatron.inference.server.openai_fields import (

@@ -29,13 +29,7 @@ from megatron.training.process.rank_print import print_rank_0
 from megatron.training.process.signals import StopSignal
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.evaluate import evaluate_all, minutes_over_limit, received_anywhere
-from megatron.training.step.run import (
-    Callback,
-    EvalResult,
-    ModelRun,
-    PauseReason,
-    TrainingRun,
-)
+from megatron.training.step.run import Callback, EvalResult, ModelRun, PauseReason, TrainingRun
 
 
 class Sections(Callback):

@@ -13,11 +13,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.config.value_types import Arguments
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing.all_ranks import PendingSave, SaveFailed, SaveResult, load
-from megatron.core.dist_checkpointing.background import (
-    BackgroundSave,
-    HostBuffer,
-    finish_apart,
-)
+from megatron.core.dist_checkpointing.background import BackgroundSave, HostBuffer, finish_apart
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
 from megatron.core.dist_checkpointing.records import OPTIMIZER_PREFIX, SavePlan
@@ -33,11 +29,7 @@ from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_t
 from megatron.training.checkpointing.load import BLENDS, load_run
 from megatron.training.checkpointing.non_persistent import keeps_parts, transient
 from megatron.training.checkpointing.paths import checkpoint_folder
-from megatron.training.checkpointing.save import (
-    announce_memory,
-    log_saved,
-    save_run,
-)
+from megatron.training.checkpointing.save import announce_memory, log_saved, save_run
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.process import exit_report
 from megatron.training.process.exit_report import in_phase

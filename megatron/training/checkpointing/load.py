@@ -23,10 +23,7 @@ from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.all_ranks import load
 from megatron.core.dist_checkpointing.folders import RELEASE
 from megatron.core.dist_checkpointing.formats import HUGGING_FACE, format_of, open_reader
-from megatron.core.dist_checkpointing.local import (
-    find_local,
-    load_local,
-)
+from megatron.core.dist_checkpointing.local import find_local, load_local
 from megatron.core.dist_checkpointing.manifest import RERUN_STATE, RNG_STATE
 from megatron.core.dist_checkpointing.records import (
     OPTIMIZER_PREFIX,

@@ -33,12 +33,7 @@ from megatron.core.dist_checkpointing.folders import (
     choose,
     folder_name,
 )
-from megatron.core.dist_checkpointing.formats import (
-    HUGGING_FACE,
-    READERS,
-    format_of,
-    open_reader,
-)
+from megatron.core.dist_checkpointing.formats import HUGGING_FACE, READERS, format_of, open_reader
 from megatron.core.dist_checkpointing.manifest import (
     RERUN_STATE,
     RNG_STATE,

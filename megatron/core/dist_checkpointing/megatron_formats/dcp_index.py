@@ -16,12 +16,7 @@ import torch
 
 from megatron.core.config.errors import CheckpointDamaged
 from megatron.core.config.value_types import Shape, Unpickled
-from megatron.core.dist_checkpointing.manifest import (
-    METADATA,
-    are_counts,
-    parsing,
-    reading,
-)
+from megatron.core.dist_checkpointing.manifest import METADATA, are_counts, parsing, reading
 from megatron.core.dist_checkpointing.megatron_formats.archive import (
     MappedFile,
     StoredArray,

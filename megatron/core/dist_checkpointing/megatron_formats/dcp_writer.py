@@ -71,10 +71,7 @@ from megatron.core.dist_checkpointing.megatron_formats.archive import (
     save_archive,
     write_archive,
 )
-from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
-    STATE_PREFIX,
-    layout_of,
-)
+from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import STATE_PREFIX, layout_of
 from megatron.core.dist_checkpointing.megatron_formats.names import (
     blocks_of,
     fused_name,

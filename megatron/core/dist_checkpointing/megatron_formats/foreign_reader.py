@@ -28,10 +28,7 @@ from megatron.core.dist_checkpointing.manifest import (
     read_checked,
     read_manifest,
 )
-from megatron.core.dist_checkpointing.megatron_formats.archive import (
-    MappedFile,
-    StoredArray,
-)
+from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile, StoredArray
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpTensor, ForeignPiece
 from megatron.core.dist_checkpointing.megatron_formats.names import (
     OUTPUT,

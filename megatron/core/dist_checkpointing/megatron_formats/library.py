@@ -40,10 +40,7 @@ from megatron.core.dist_checkpointing.manifest import (
     FileEntries,
     parsing,
 )
-from megatron.core.dist_checkpointing.megatron_formats.archive import (
-    StoredArray,
-    load_archive,
-)
+from megatron.core.dist_checkpointing.megatron_formats.archive import StoredArray, load_archive
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import (
     DcpIndex,
     DcpTensor,
