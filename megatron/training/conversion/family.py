@@ -466,19 +466,26 @@ MROPE = Field(
 )
 
 
-def windows(pattern: Callable[[Config, int], bool] | None = None, *, switch: bool = False) -> Field:
+def windows(
+    pattern: Callable[[Config, int], bool] | None = None,
+    *,
+    switch: bool = False,
+    default: int | None = None,
+) -> Field:
     """Convert sliding windows of all layers, or of those in ``layer_types`` or ``pattern``.
 
     Their window size counts the token itself, ours does not.  With ``switch``, windows are used
-    only if ``use_sliding_window`` is set.
+    only if ``use_sliding_window`` is set.  ``default`` replaces a missing size, but not null.
     """
 
     def read(config: Config) -> Values:
         count = config["num_hidden_layers"]
-        size = config.get("sliding_window")
+        size = config.get("sliding_window", default)
         if not size or (switch and not config.get("use_sliding_window", False)):
             return {"windows": (None,) * count}
         kinds = config.get("layer_types") if pattern else None
+        if strange := {*(kinds or ())} - {_WINDOWED, _FULL}:
+            raise CheckpointError(f"config.json has layer_types {', '.join(sorted(strange))}")
         seen = [
             kinds[i] == _WINDOWED if kinds else pattern is None or pattern(config, i)
             for i in range(count)

@@ -100,6 +100,7 @@ def test_kimi_k2_is_checked_by_the_class_that_its_config_names(tmp_path: Path) -
         ("hunyuan moe", {"moe_topk": [1, 2]}, r"moe_topk \[1, 2\]: only equal values in all"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0: only None"),
         ("mistral4", {"n_group": 2}, "n_group 2: only 1"),
+        ("olmo3", {"layer_types": ["chunked_attention"] * 2}, "layer_types chunked_attention"),
         ("seed-oss", {"attention_out_bias": True}, "attention_out_bias True: only False"),
         (
             "olmo3",
@@ -115,6 +116,25 @@ def test_what_no_flag_asks_for_is_refused(
     config = config_of(tmp_path) | changes
     with pytest.raises(CheckpointError, match=sentence):
         family_of(config).shape(config)
+
+
+@pytest.mark.parametrize(
+    ("case", "left_out"),
+    [
+        ("mistral", "sliding_window"),
+        ("exaone4", "sliding_window"),
+        ("qwen3-next", "norm_topk_prob"),
+    ],
+)
+def test_a_missing_entry_has_the_default_of_its_config_class(case: str, left_out: str) -> None:
+    kind, own = models.CASES[case]
+    config_class, _ = models.CLASSES[kind]
+    sizes = {"num_hidden_layers": 4, "layer_types": None, "vocab_size": 100}
+    own = {name: value for name, value in (own | sizes).items() if name != left_out}
+    whole = config_class(**own).to_dict()
+    config = {name: value for name, value in whole.items() if name != left_out}
+    assert whole[left_out]
+    assert family_of(config).shape(config) == family_of(whole).shape(whole)
 
 
 def test_the_released_form_of_gemma_3_is_read_as_the_newer_one(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ EXPERT_LAYER: Names = {
 
 # norm_topk_prob: true is a softmax over the chosen experts (weights sum to 1), false over all.
 NORMED = same("norm_topk_prob", "moe_router_pre_softmax", False, not_, not_)
+_NORMED_UNLESS_SAID = same("norm_topk_prob", "moe_router_pre_softmax", True, not_, not_)
 # Factor of the weights of the chosen experts.
 SCALED = same(
     "routed_scaling_factor",
@@ -172,7 +173,9 @@ QWEN2_MOE = llama_like(
     *_QWEN,
     # Even layers below max_window_layers have a window.
     windows(
-        lambda c, layer: layer % 2 == 0 and layer < c.get("max_window_layers", 28), switch=True
+        lambda c, layer: layer % 2 == 0 and layer < c.get("max_window_layers", 28),
+        switch=True,
+        default=4096,
     ),
     demand(qkv_bias=True),
     same("num_experts", "num_experts", 60),
@@ -198,7 +201,7 @@ QWEN3_MOE = llama_like(
     "Qwen3Moe",
     *_QWEN,
     HEAD_DIM,
-    windows(switch=True),
+    windows(switch=True, default=4096),
     NO_BIAS,
     _COUNT,
     layer=EXPERT_LAYER,
@@ -415,6 +418,7 @@ QWEN3_NEXT = llama_like(
     "qwen3_next",
     "Qwen3Next",
     *_WITH_SHARED,
+    _NORMED_UNLESS_SAID,
     *_DELTA_NET,
     layer={**_SHARED_EXPERT_LAYER, **_delta_net_layer("qkvz", "ba", rows=_rows_by_head)},
     always={**_SOFTMAX, **_GATED, "moe_shared_expert_gate": True},
@@ -424,12 +428,13 @@ _BY_KIND = _delta_net_layer("qkv", "z", "b", "a", rows=_rows_by_kind)
 QWEN3_5 = llama_like("qwen3_5_text", "Qwen3_5", *SILU, *_DELTA_NET, layer=_BY_KIND, always=_GATED)
 QWEN3_5 = replace(QWEN3_5, dropped=("mtp.",))
 # Every layer has experts, and config.json no other width.
+_OF_NEXT = (SIZES[1], NORMED, _NORMED_UNLESS_SAID, SPARSE)
 QWEN3_5_MOE = replace(
     QWEN3_NEXT,
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     fields=(
-        *(each for each in QWEN3_NEXT.fields if each not in (SIZES[1], NORMED, SPARSE)),
+        *(f for f in QWEN3_NEXT.fields if f not in _OF_NEXT),
         Field(
             lambda config: {
                 "ffn_hidden_size": config["moe_intermediate_size"],
@@ -448,7 +453,7 @@ GPT_OSS = llama_like(
     "GptOss",
     HEAD_DIM,
     tied(False),
-    windows(lambda config, layer: layer % 2 == 0),
+    windows(lambda config, layer: layer % 2 == 0, default=128),
     *IN_ALL_LAYERS,
     same("swiglu_limit", "activation_func_clamp_value", 7.0, float),
     demand(
@@ -676,7 +681,7 @@ MISTRAL4 = Family(
     always={**_ALWAYS, **_SOFTMAX, "moe_router_dtype": None},
     fields=(
         *(_ROPE_OF_PART if each is _ROPE else each for each in _FIELDS),
-        same("norm_topk_prob", "moe_router_pre_softmax", True, not_, not_),
+        _NORMED_UNLESS_SAID,
         demand(rope_interleave=True, n_group=1, topk_group=1),
     ),
     outside=LLAMA_OUTSIDE,

@@ -88,12 +88,12 @@ NO_BIAS = demand(attention_bias=False)
 LLAMA = llama_like("llama", "Llama", *SILU, HEAD_DIM, _BIAS, demand(pretraining_tp=1))
 
 # A sliding window in every layer, or in none.
-MISTRAL = llama_like("mistral", "Mistral", *SILU, HEAD_DIM, windows())
+MISTRAL = llama_like("mistral", "Mistral", *SILU, HEAD_DIM, windows(default=4096))
 
 
 # Layers from max_window_layers on have a window.
 _UPPER_WINDOWS = windows(
-    lambda config, layer: layer >= config.get("max_window_layers", 28), switch=True
+    lambda config, layer: layer >= config.get("max_window_layers", 28), switch=True, default=4096
 )
 
 # Qwen 2 and 2.5: biases of queries, keys and values, and windows in upper layers.
@@ -154,7 +154,7 @@ GEMMA2 = llama_like(
     same("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
     same("final_logit_softcapping", "final_logit_softcapping", 30.0),
     _SCORE_SCALE,
-    windows(lambda config, layer: layer % 2 == 0),
+    windows(lambda config, layer: layer % 2 == 0, default=4096),
     layer=_NORMS_AROUND,
     always={**_GEMMA, "layer_norm_placement": "sandwich"},
 )
@@ -170,7 +170,10 @@ GEMMA3 = llama_like(
     same("attn_logit_softcapping", "attn_logit_softcapping", None),
     same("final_logit_softcapping", "final_logit_softcapping", None),
     demand(use_bidirectional_attention=False),
-    windows(lambda config, layer: (layer + 1) % config.get("sliding_window_pattern", 6) != 0),
+    windows(
+        lambda config, layer: (layer + 1) % config.get("sliding_window_pattern", 6) != 0,
+        default=4096,
+    ),
     layer=_NORMS_AROUND,
     always={**_GEMMA, "layer_norm_placement": "sandwich", "qk_norm": "head"},
     rope=TWO_ROPES,
@@ -227,7 +230,7 @@ OLMO3 = replace(
         "Olmo3",
         *SILU,
         NO_BIAS,
-        windows(lambda config, layer: (layer + 1) % 4 != 0),
+        windows(lambda config, layer: (layer + 1) % 4 != 0, default=4096),
         epsilon=1e-5,
         rope=Field(lambda config: TWO_ROPES.read(_with_base_of_windows(config)), _write_ropes),
     ),
@@ -262,7 +265,7 @@ SMOLLM3 = llama_like(
     rope=rope_with(2e6),
 )
 
-_EXAONE_WINDOWS = windows(lambda config, layer: not _sees_all(config, layer))
+_EXAONE_WINDOWS = windows(lambda config, layer: not _sees_all(config, layer), default=4096)
 
 
 def _sees_all(config: Config, layer: int) -> bool:
@@ -275,7 +278,7 @@ def _sees_all(config: Config, layer: int) -> bool:
 
 def _read_exaone_windows(config: Config) -> Values:
     read = _EXAONE_WINDOWS.read(config)
-    is_mixed = bool(config.get("sliding_window"))
+    is_mixed = bool(config.get("sliding_window", 4096))
     return {**read, "without_rope": tuple(is_mixed and size is None for size in read["windows"])}
 
 
