@@ -11,6 +11,7 @@ each layer computes its value by the engine's kernel and its gradient by the ker
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from megatron.core.tensor_parallel.layers import Linear, RowParallelLinear
 from megatron.core.tensor_parallel.linear import LinearCall, linear
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.transformer.attention_blocks import QKV
-from megatron.core.transformer.batch_invariant import make_batch_invariant
+from megatron.core.transformer.batch_invariant import make_batch_invariant, sigmoid
 from megatron.core.transformer.context_parallel import AttentionContext
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.router import TopKRouter
@@ -88,6 +89,11 @@ def compute_as_engine(model: nn.Module) -> None:
             vars(module)["attend"] = partial(_value_and_gradient, fast_attention, module.attend)
         elif isinstance(module, (TopKRouter, SharedExpertMLP)):
             module.multiply = partial(_value_and_gradient, small_linear, F.linear)
+            gate = partial(_value_and_gradient, sigmoid, torch.sigmoid)  # e^-x may be infinite
+            if isinstance(module, TopKRouter):
+                module.rule = replace(module.rule, sigmoid=gate)
+            else:
+                module.sigmoid = gate
 
 
 def _value_and_gradient(

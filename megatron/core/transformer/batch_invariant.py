@@ -80,6 +80,8 @@ def _dependence(module: nn.Module) -> str | None:
         return f"attention with position biases runs {matmuls}"
     if getattr(module, "has_scan", False):
         return f"the scan of a Mamba layer runs {matmuls}"
+    if getattr(module, "lora", None) is not None:
+        return f"a low-rank adapter runs {matmuls}"
     if isinstance(module, DotProductAttention):
         if module.attn_mask_type not in CAUSAL:
             return (

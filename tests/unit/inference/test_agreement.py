@@ -17,6 +17,9 @@ from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.peft.lora import LoraConfig, attach_adapters
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.post_training.rl.objective import score_labels
 from tests.support import tolerances
 from tests.support.ranks import run_ranks
@@ -191,3 +194,19 @@ def test_all_layouts_of_training_and_generation_agree() -> None:
 def test_models_whose_bits_depend_on_the_batch_are_refused() -> None:
     with pytest.raises(ConfigError, match="--batch-invariant-mode: attention with position biases"):
         compute_as_engine(gpt("alibi"))
+    adapted = stage(1, {}, torch.float32, **LLAMA)
+    attach_adapters(adapted, LoraConfig(rank=2, alpha=2.0, targets=("all-linear",)))
+    with pytest.raises(ConfigError, match="--batch-invariant-mode: a low-rank adapter runs"):
+        compute_as_engine(adapted)
+
+
+def test_a_gate_that_is_closed_has_no_gradient() -> None:
+    model = stage(1, {}, torch.float32, **FAMILIES["experts"])
+    compute_as_engine(model)
+    gates = [m for m in model.modules() if isinstance(m, (TopKRouter, SharedExpertMLP))]
+    assert len(gates) > 1
+    for module in gates:
+        x = torch.tensor([-200.0, 0.0, 200.0], requires_grad=True)
+        (module.rule if isinstance(module, TopKRouter) else module).sigmoid(x).sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [0, 0.25, 0]
