@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.megatron_formats.names import stage_names
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
 from megatron.core.inference.paged_engine.request import Request
@@ -147,3 +148,12 @@ def test_packed_sequences_have_the_losses_they_have_alone() -> None:
         part = slice(start, stop)
         alone = model(ids[:, part], tokens(stop - start)[1], None, labels=labels[:, part])
         torch.testing.assert_close(whole[:, part], alone, **_CLOSE)
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_a_checkpoint_of_format_torch_counts_each_parameter_once(implementation: str) -> None:
+    layer = "decoder.layers.0."
+    stored = [f"{layer}input_layernorm.weight", f"{layer}self_attention.in_proj.weight"]
+    arguments = {"experimental_attention_variant": "gdn", "transformer_impl": implementation}
+    names = [ours for _, ours in stage_names(stored, arguments, 0, experts=None) if ours in stored]
+    assert sorted(names) == stored

@@ -380,10 +380,11 @@ def _in_layer(
     yield from ["norm", *mixer] if is_fused else [*mixer, "norm"]
     yield from ("self_attention.dt_bias", "self_attention.A_log")
     linear = [f"self_attention.{part}" for part in ("in_proj", "conv1d", "out_norm", "out_proj")]
+    first = ["input_layernorm", "self_attention.linear_proj"]
     if _is_linear(number, arguments):
         yield from ["input_layernorm", *linear] if is_fused else [*linear, "input_layernorm"]
+        first = []  # once: parameters of the optimizer are counted
     yield "self_attention.core_attention.softmax_offset"
-    first = ["input_layernorm", "self_attention.linear_proj"]
     # A norm that is fused into the following matrix comes with it.
     yield from reversed(first) if is_fused and not is_latent else first
     yield from (f"self_attention.{part}" for part in _ATTENTION[is_latent, is_latent and is_fused])
