@@ -55,6 +55,7 @@ from megatron.training.estimates.automatic_settings import (
     resolve_loss_chunks,
     resolve_pipeline_split,
 )
+from megatron.training.models.attention_request import documents_are_bounds
 from megatron.training.models.registry import build_model_stage, model_kind_of
 from megatron.training.process.exit_report import in_phase
 from megatron.training.process.rank_print import is_short, print_detail, print_rank_0, ranks_here
@@ -145,6 +146,11 @@ def build_model_chunks(
         for chunk in chunks:
             attach_draft_heads(chunk, run.config.adapters, drafted)
     if wrap and run.config.model.batch_invariant_mode:
+        if run.config.data.reset_attention_mask and not documents_are_bounds(run.config):
+            raise ConfigError(
+                "--reset-attention-mask and --batch-invariant-mode: the engine's attention has no "
+                "mask of documents here; leave one out, or pack conversations with --sft"
+            )
         for chunk in chunks:
             compute_as_engine(chunk)
     for chunk in chunks:
