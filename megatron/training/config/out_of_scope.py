@@ -187,8 +187,8 @@ ckpt_drop_redundant_extra_state | Do not save extra state of layers that others 
     the extra state of this program's layers is empty
 ckpt_fully_parallel_load_per_rank_objects | Also read the objects of ranks in parallel. | each rank
     reads its own objects, which are small
-verify_integrity | Save checksums, and verify them at load. | ALWAYS_SO in its format
-    safetensors_dist; other formats have no checksums
+verify_integrity | Save checksums, and verify them at load. | this program
+    always does so; formats of PyTorch have the checksums of torch.save
 ckpt_load_validate_sharding_integrity bool True --no-ckpt-load-validate-sharding-integrity | Do not
     check that the shards of a tensor cover it. | the check reads no data and is always made
 auto_detect_ckpt_format | Detect the format of the loaded checkpoint. | ALWAYS_SO

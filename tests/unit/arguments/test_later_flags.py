@@ -146,3 +146,10 @@ def test_later_paths_of_programs_start_the_same_program(program: str, kind: str)
         runpy.run_path(words[0], run_name="__main__")
     said = "".join(str(call.args[0]) for call in heard.write.call_args_list)
     assert f"this program trains {kind}" in said
+
+
+def test_reasons_are_sentences_and_not_names() -> None:
+    run = run_of("--verify-integrity --enable-chunked-prefill")
+    said = [w for w in run.warnings if "is without effect" in w]
+    assert sum("this program always does so" in w for w in said) == 2
+    assert not any("ALWAYS_SO" in w for w in said)
