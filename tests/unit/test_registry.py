@@ -97,7 +97,7 @@ def test_mistakes_of_the_command_line_are_reported_together(
         parse_args(argv=argv(words))
     text = capsys.readouterr().err
     assert "--import-module no_such_module: No module named 'no_such_module'" in text
-    assert "--model-kind my-gpt: not one of gpt, bert, mamba, mimo, t5, vit, vlm" in text
+    assert "--model-kind my-gpt: not one of gpt, bert, mamba, mimo, retro, t5, vit, vlm" in text
     assert "--no-such-flag is not a flag" in text
 
 
