@@ -134,6 +134,14 @@ SITUATIONS = {
             "moe_shared_expert_overlap": True,
         }
     ),
+    "latent": Situation(
+        {
+            "moe_latent_size": 4,
+            "moe_shared_expert_intermediate_size": 6,
+            "moe_shared_expert_gate": True,
+        }
+    ),
+    "latent-biases": Situation({"moe_latent_size": 12, "add_bias_linear": True}),
     "per-token": Situation({"calculate_per_token_loss": True}),
 }
 
@@ -262,7 +270,7 @@ def one(
 
 
 def is_divided(name: str) -> bool:
-    return not name.startswith(("router", "shared_experts.gate"))
+    return not name.startswith(("router", "shared_experts.gate", "fc1_latent", "fc2_latent"))
 
 
 def needs_equal_counts(experts: Any, inputs: Any) -> None:

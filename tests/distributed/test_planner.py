@@ -49,7 +49,7 @@ EXPERTS = (
     "--num-experts 4 --disable-bias-linear --swiglu --moe-ffn-hidden-size 96 "
     "--moe-router-force-load-balancing "
 )
-ONE["experts"] = f"{EXPERTS} --moe-shared-expert-intermediate-size 32 --bf16"
+ONE["experts"] = f"{EXPERTS} --moe-shared-expert-intermediate-size 32 --moe-latent-size 40 --bf16"
 BERT = "--model-kind bert --mask-prob 0.5"  # every second token of the data below has a label
 T5 = "--model-kind t5 --decoder-num-layers 2 --decoder-seq-length 32"
 HYBRID = (

@@ -35,7 +35,7 @@ KEYS += ("params-norm", "lm loss validation")
 
 @pytest.mark.feature("Layouts: GPT with experts trains to the same losses in any layout")
 def test_divided_experts_print_the_losses_of_one_process(tmp_path: Path) -> None:
-    base = [*BASE, "--moe-per-layer-logging"]
+    base = [*BASE, "--moe-per-layer-logging", "--moe-latent-size", "24"]
     alone = run_gpt(tmp_path / "alone", base=base)
     found = run_gpt(tmp_path / "found", *LAYOUT.split(), base=base, world_size=4)
     loads = [f"moe/load_layer_{i}" for i in (1, 2, 3)]

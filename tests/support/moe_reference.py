@@ -97,7 +97,14 @@ def aux_losses(
 
 
 def experts(x: Tensor, table: Tensor, weights: dict[str, Tensor], c: TransformerConfig) -> Tensor:
-    """[N, h] -> [N, h]"""
+    """[N, h] -> [N, h], narrower inside if there are projections."""
+    if "fc1_latent_proj.weight" in weights:
+        first, second = (
+            (weights[f"{name}_latent_proj.weight"], weights.get(f"{name}_latent_proj.bias"))
+            for name in ("fc1", "fc2")
+        )
+        inner = {name: w for name, w in weights.items() if "latent" not in name}
+        return F.linear(experts(F.linear(x, *first), table, inner, c), *second)
     y = torch.zeros_like(x)
     for j in range(table.shape[1]):
         name = f"experts.local_experts.{j}"

@@ -55,7 +55,8 @@ class MLP(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.tp_group = tp_group
-        self.input_size = input_size = input_size or config.hidden_size
+        width = (config.moe_latent_size if is_expert else None) or config.hidden_size
+        self.input_size = input_size = input_size or width
         ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
         # Megatron-LM's fused GELU is the tanh approximation; its checkpoints were trained with it.
         is_tanh_gelu = config.bias_activation_fusion and config.activation_func is F.gelu
@@ -80,7 +81,7 @@ class MLP(MegatronModule):
         self.linear_fc2: Callable[[Tensor], WithBias] = build_module(
             submodules.linear_fc2,
             ffn_hidden_size,
-            config.hidden_size,
+            width,
             config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,

@@ -152,6 +152,7 @@ def check_targets(config: RunConfig, targets: Targets) -> None:
     num_experts = targets["num_moe_experts"] or 0
     problems = {
         "pruning is not implemented for --multi-latent-attention": model.multi_latent_attention,
+        "pruning is not implemented for --moe-latent-size": model.moe_latent_size,
         "pruning is not implemented for --experimental-attention-variant and "
         "--attention-output-gate": (
             model.experimental_attention_variant or model.attention_output_gate

@@ -155,7 +155,7 @@ SHOWN_BY_TENSORS = frozenset(
     """
     num_layers decoder_num_layers hidden_size ffn_hidden_size add_bias_linear add_qkv_bias
     qk_layernorm untie_embeddings_and_output_weights bert_binary_head mtp_num_layers num_experts
-    moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size
+    moe_ffn_hidden_size moe_latent_size moe_layer_freq moe_shared_expert_intermediate_size
     moe_shared_expert_gate moe_router_enable_expert_bias q_lora_rank kv_lora_rank
     hybrid_override_pattern retro_encoder_layers export_quant_cfg kitchen_config_file
     export_kv_cache_quant

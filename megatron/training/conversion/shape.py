@@ -344,6 +344,8 @@ def _others(config: RunConfig) -> Iterator[str]:
     if m.num_moe_experts is not None:
         if m.load_balancing_types == ("sinkhorn",):
             yield "--moe-router-load-balancing-type sinkhorn"
+        if m.moe_latent_size is not None:
+            yield "--moe-latent-size"
         if m.moe_apply_probs_on_input:
             yield "--moe-apply-probs-on-input"
         if m.moe_expert_capacity_factor is not None:

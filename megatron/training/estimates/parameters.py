@@ -148,13 +148,13 @@ def _weights(m: TransformerConfig, layers: Matrices) -> int:
     """Return the parameters of linear layers, besides mixers', on one tensor-parallel rank."""
     total = 0
     for name, rows, columns in layers:
-        ranks = 1 if name.endswith("_down_proj") else m.tensor_model_parallel_size
+        ranks = 1 if name.endswith(("_down_proj", "_latent_proj")) else m.tensor_model_parallel_size
         count = 1
         if name.startswith(EXPERTS):
             ranks = m.expert_tensor_parallel_size or 1
             count = (m.num_moe_experts or 0) // m.expert_model_parallel_size
         size, bias = sum(rows.values()), 0
-        if name.endswith(("linear_proj", "linear_fc2")):
+        if name.endswith(("linear_proj", "linear_fc2", "_latent_proj")):
             bias = size * m.add_bias_linear
         elif name.endswith("linear_fc1"):
             bias = size // ranks * m.add_bias_linear
@@ -235,14 +235,24 @@ def linear_layers(m: TransformerConfig, layer: Layer) -> Matrices:
         yield "self_attention.linear_qkv", rows, hidden
         yield "self_attention.linear_proj", {WHOLE: hidden}, q
     if layer.has_experts:
-        yield from _mlp("mlp.experts", m, m.moe_ffn_hidden_size or 0)
+        if m.moe_latent_size is not None:
+            yield "mlp.fc1_latent_proj", {WHOLE: m.moe_latent_size}, hidden
+            yield "mlp.fc2_latent_proj", {WHOLE: hidden}, m.moe_latent_size
+        ends = m.moe_latent_size or hidden
+        yield from _mlp("mlp.experts", m, m.moe_ffn_hidden_size or 0, ends, ends)
         if m.moe_shared_expert_intermediate_size:
             yield from _mlp("mlp.shared_experts", m, m.moe_shared_expert_intermediate_size)
     elif layer.mlp == FULL:
         yield from _mlp("mlp", m, layer.ffn_hidden_size)
 
 
-def _mlp(name: str, m: TransformerConfig, width: int, columns: int | None = None) -> Matrices:
+def _mlp(
+    name: str,
+    m: TransformerConfig,
+    width: int,
+    columns: int | None = None,
+    outputs: int | None = None,
+) -> Matrices:
     rows = {"gate": width, "up": width} if m.gated_linear_unit else {WHOLE: width}
     yield f"{name}.linear_fc1", rows, columns or m.hidden_size
-    yield f"{name}.linear_fc2", {WHOLE: m.hidden_size}, width
+    yield f"{name}.linear_fc2", {WHOLE: outputs or m.hidden_size}, width

@@ -42,6 +42,7 @@ SHAPES = {"block_configs": [FULL, LINEAR, ABSENT, FULL]}
         "--linear-value-head-dim 4 --attention-output-gate --add-qkv-bias --num-experts 4",
         "--softmax-type learnable --num-experts 4 --quick-geglu "
         "--moe-shared-expert-intermediate-size 8",
+        "--num-experts 4 --moe-latent-size 12 --moe-shared-expert-intermediate-size 8",
         "--mtp-num-layers 2 --position-embedding-type rope --num-experts 4 --disable-bias-linear "
         "--moe-layer-freq [1,0,0,1]",
         "--swiglu --normalization RMSNorm --disable-bias-linear "
@@ -130,6 +131,7 @@ def test_tensor_parallel_ranks_share_the_matrices() -> None:
         "--swiglu --group-query-attention --num-query-groups 2 --lora-target-modules q_proj v_proj "
         "up_proj embed_tokens output_layer --untie-embeddings-and-output-weights",
         "--num-experts 4 --moe-layer-freq [1,0,0,1] --moe-shared-expert-intermediate-size 8",
+        "--num-experts 4 --moe-latent-size 12",
         "--num-experts 4 --swiglu --lora-target-modules experts.linear_fc1 linear_proj",
         "--multi-latent-attention --q-lora-rank 8 --position-embedding-type rope --lora-use-dora",
         "--mtp-num-layers 1 --position-embedding-type rope",

@@ -39,7 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"window_size": (5, 0), "attn_logit_softcapping": 2.0, "softmax_type": "learnable"},
     "experts": MOE
     | {
-        "moe_router_score_function": "sigmoid",
+        "moe_router_score_function": "sqrtsoftplus",
+        "moe_latent_size": 12,
         "moe_shared_expert_intermediate_size": 20,
         "moe_shared_expert_gate": True,
     },

@@ -109,7 +109,14 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
 
 
 @pytest.mark.feature("Logging: tokens/s and MFU, from FLOPs that torch's counter confirms")
-@pytest.mark.parametrize("more", ["", "--mtp-num-layers 2 --position-embedding-type rope"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--mtp-num-layers 2 --position-embedding-type rope",
+        "--num-experts 4 --moe-latent-size 12 --moe-shared-expert-intermediate-size 8",
+    ],
+)
 def test_torchs_counter_agrees_on_a_plain_gpt(more: str, counted) -> None:
     config = run_config(f"{PLAIN} --num-layers 3 --seq-length 48 {more}")
     vocab, batch, seq = 256, 2, 48

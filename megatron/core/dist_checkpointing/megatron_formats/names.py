@@ -395,6 +395,7 @@ def _in_layer(
         yield from ("mlp.linear_fc1", "mlp.linear_fc2")
         return
     yield from ("mlp.router", "mlp.router.expert_bias")
+    yield from ("mlp.fc1_latent_proj", "mlp.fc2_latent_proj")
     if is_fused and arguments.get("moe_grouped_gemm"):
         for matrix in ("linear_fc1", "linear_fc2"):
             of_first = ""

@@ -194,7 +194,9 @@ def experts_of(backend: BackendSpecProvider, grouped: bool | None) -> ModuleSpec
     if grouped is not None:
         kind, own = backend.grouped_mlp_modules(grouped, False)
         experts = ModuleSpec(kind, submodules=own)
-    return ModuleSpec(MoELayer, submodules=MoESubmodules(experts, shared))
+    return ModuleSpec(
+        MoELayer, submodules=MoESubmodules(experts, shared, latent_proj=backend.linear())
+    )
 
 
 _UNUSED = "fp8 moe_use_legacy_grouped_gemm use_te_op_fuser"

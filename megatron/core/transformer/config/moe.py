@@ -34,6 +34,13 @@ class MoEConfig:
     moe_ffn_hidden_size: int | None = _moe(
         None, "Hidden size of each expert; --ffn-hidden-size if not given."
     )
+    moe_latent_size: int | None = _moe(
+        None,
+        "Width of the tokens that are dispatched to experts, and of the experts' inputs and "
+        "outputs (latent MoE): one projection per layer narrows them to it, another widens the "
+        "combined outputs to --hidden-size, the default. Router and shared experts keep "
+        "--hidden-size.",
+    )
     moe_shared_expert_intermediate_size: int | None = _moe(
         None, "Total hidden size of the shared experts, which process every token."
     )

@@ -312,7 +312,7 @@ _ROUTER = where(
             c.moe_apply_probs_on_input and c.moe_router_topk != 1
         ),
         "{found}: at least 1 is needed": given(
-            "--moe-shared-expert-intermediate-size", lambda width: width < 1
+            "--moe-shared-expert-intermediate-size --moe-latent-size", lambda width: width < 1
         ),
     },
     first_of(

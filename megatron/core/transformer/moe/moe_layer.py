@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -33,7 +35,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class MoESubmodules:
-    """Submodules of the layer: experts, shared experts and router.
+    """Submodules of the layer: experts, shared experts, router, projections of a latent MoE.
 
     ``experts``: the linear layers of an expert, or a class of all experts of a rank.
     """
@@ -41,6 +43,7 @@ class MoESubmodules:
     experts: MLPSubmodules | Slot | None = None
     shared_experts: Slot | None = None
     router: Slot = TopKRouter
+    latent_proj: Slot = ReplicatedLinear
 
 
 class BaseMoELayer(MegatronModule, ABC):
@@ -115,6 +118,28 @@ class MoELayer(BaseMoELayer):
             self.experts = build_module(
                 submodules.experts, self.num_local_experts, config, offered=offered
             )
+        self.fc1_latent_proj: Any = None  # hidden size to --moe-latent-size, on the tokens' ranks
+        self.fc2_latent_proj: Any = None
+        if config.moe_latent_size is not None:
+            widths = config.hidden_size, config.moe_latent_size
+            project = partial(
+                build_module,
+                submodules.latent_proj,
+                config=config,
+                bias=config.add_bias_linear,
+                offered={
+                    "pg_collection": pg_collection,
+                    "tp_group": pg_collection.tp,
+                    "parallel_mode": "duplicated",
+                    "skip_bias_add": False,
+                    "is_expert": False,
+                    "skip_weight_param_allocation": False,
+                },
+            )
+            self.fc1_latent_proj = project(*widths, init_method=config.init_method)
+            self.fc2_latent_proj = project(
+                *reversed(widths), init_method=config.output_layer_init_method
+            )
         self.recomputes_shared = "shared_experts" in config.modules_to_recompute
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = build_module(
@@ -159,10 +184,16 @@ class MoELayer(BaseMoELayer):
     def router_and_preprocess(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None, **more: Any
     ) -> tuple[Tensor, RoutingResult, Tensor]:
-        """Return the tokens [n, h] to dispatch, their routing, and the input of shared experts."""
+        """Return the tokens to dispatch, their routing, and the input of shared experts.
+
+        The tokens are [n, h], or of a latent MoE [n, --moe-latent-size].
+        """
         masks = () if padding_mask is None else (padding_mask,)
         routing = RoutingResult.of(self.router(hidden_states, *masks, **more))
-        return hidden_states.flatten(0, 1), routing, hidden_states
+        tokens = hidden_states.flatten(0, 1)
+        if self.fc1_latent_proj is not None:
+            tokens, _ = self.fc1_latent_proj(tokens)
+        return tokens, routing, hidden_states
 
     def dispatch(
         self, hidden_states: Tensor, probs: RoutingResult, meanwhile: Meanwhile | None = None
@@ -196,7 +227,10 @@ class MoELayer(BaseMoELayer):
             rows = rows * probs.unsqueeze(-1).to(rows.dtype)
             probs = torch.ones_like(probs)
         y, _ = self.experts(rows, hidden_states.counts, probs)
-        y = hidden_states.back(y).view_as(residual)
+        y = hidden_states.back(y)
+        if self.fc2_latent_proj is not None:
+            y, _ = self.fc2_latent_proj(y)
+        y = y.view_as(residual)
         if self.shared_experts is not None and overlapped is None:
             overlapped = self._shared_output(residual)
         return y, overlapped, None

@@ -20,6 +20,8 @@ _UPCYCLING = where(
     "--moe-use-upcycling",
     {
         "--moe-use-upcycling needs --num-experts": None,
+        "--moe-use-upcycling and {found} exclude each other: experts start as copies of the dense "
+        "MLP, which has the full width": "--moe-latent-size",
         "--moe-use-upcycling needs --load: the dense checkpoint": None,
         "--moe-use-upcycling needs --save: where the model with experts goes": None,
         "--moe-use-upcycling: the weights of a token's experts would not add up to 1; use "

@@ -339,6 +339,7 @@ def _find_unsupported_widths(c: Settings) -> list[tuple[str, int, int, int]]:
         shared = c.moe_shared_expert_intermediate_size or 0
         etp = c.expert_tensor_parallel_size or 1
         widths.append(("--moe-ffn-hidden-size", c.moe_ffn_hidden_size or 0, etp))
+        widths.append(("--moe-latent-size", c.moe_latent_size or 0, 1))
         widths.append(("--moe-shared-expert-intermediate-size", shared, tp))
     return [
         (name, width, ranks, c.width_multiple * ranks)
