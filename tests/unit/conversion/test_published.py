@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from megatron.core.config.errors import CheckpointError
 from megatron.training.arguments.parser import build_parser
 from megatron.training.conversion import hf
 from megatron.training.conversion.convert import run_config
 from megatron.training.conversion.shape import args_of, shape_of
 from megatron.training.conversion.tensors import tensors_of
+from tests.support.command_lines import run_of
 
 
 def entries(text: str) -> dict[str, Any]:
@@ -195,3 +197,17 @@ def test_a_published_model_has_its_number_of_weights(kind: str) -> None:
     asked |= {"tokenizer_type": "NullTokenizer", "vocab_size": shape.vocab_size - 1}
     assert list(shape.differences(shape_of(run_config(asked), shape.vocab_size))) == []
     assert hf.choose_family(shape, name) is family
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--moe-latent-size", "12"), ("--moe-router-score-function", "sqrtsoftplus")],
+)
+def test_experts_that_no_family_has_are_refused(flag: str, value: str) -> None:
+    run = run_of(
+        "--num-experts 4 --swiglu --normalization RMSNorm --disable-bias-linear "
+        f"--position-embedding-type rope --untie-embeddings-and-output-weights {flag} {value}"
+    )
+    name = flag if flag == "--moe-latent-size" else f"moe_router_score_function {value}"
+    with pytest.raises(CheckpointError, match=f"nearest, MixtralForCausalLM has no .*{name}"):
+        hf.choose_family(shape_of(run, 100), None)

@@ -123,18 +123,7 @@ class MoELayer(BaseMoELayer):
         if config.moe_latent_size is not None:
             widths = config.hidden_size, config.moe_latent_size
             project = partial(
-                build_module,
-                submodules.latent_proj,
-                config=config,
-                bias=config.add_bias_linear,
-                offered={
-                    "pg_collection": pg_collection,
-                    "tp_group": pg_collection.tp,
-                    "parallel_mode": "duplicated",
-                    "skip_bias_add": False,
-                    "is_expert": False,
-                    "skip_weight_param_allocation": False,
-                },
+                build_module, submodules.latent_proj, config=config, bias=config.add_bias_linear
             )
             self.fc1_latent_proj = project(*widths, init_method=config.init_method)
             self.fc2_latent_proj = project(
