@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,22 @@ def test_bad_command_lines_have_one_error(
     words = preprocess_data.known_flags(["--num-layers", "24", "--retro-tasks", "build", "--fp16"])
     assert words == ["--retro-tasks", "build"]
     assert "--num-layers, --fp16: without effect, --load has the" in capsys.readouterr().out
+
+
+def test_cyclic_training_repeats_the_samples_of_a_project(project: Path, tmp_path: Path) -> None:
+    left = {"--seq-length", "--global-batch-size", "--eval-interval", "--eval-iters"}
+    left |= {"--tokenizer-type", "--vocab-size", "--max-position-embeddings"}
+    words = [word for word in ANY_LENGTH if word != "--mock-data"]
+    base = [w for before, w in pairwise(["", *words]) if not {before, w} & left]
+    flags = (
+        f"--model-kind retro --retro-project-dir {project} --retro-add-retriever --lr 0 --min-lr 0 "
+        "--max-position-embeddings 64 --retro-encoder-hidden-dropout 0 "
+        "--retro-encoder-attention-dropout 0 --retro-cyclic-train-iters 2"
+    )
+    found = losses(run_gpt(tmp_path, *flags.split(), base=base))
+    assert len(found) == 6
+    assert found == found[:2] * 3
+    assert found[0] != found[1]
 
 
 @pytest.mark.slow

@@ -108,14 +108,15 @@ class MockNeighbors(Dataset[Mapping[str, Any]]):
 
 
 class Repeated(Dataset[Mapping[str, Any]]):
-    """The first ``count`` samples of a dataset, again and again."""
+    """The first ``count`` samples of a dataset, again and again until there are ``length``."""
 
-    def __init__(self, samples: Any, count: int) -> None:
+    def __init__(self, samples: Any, count: int, length: int) -> None:
         self.samples = samples
         self.count = min(count, len(samples))
+        self.length = length
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return self.length
 
     def __getitem__(self, idx: int) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self.samples[idx % self.count]
@@ -140,7 +141,7 @@ def add_neighbors(run: Any, split: str, num_samples: int | None, dataset: Any) -
         count = num_repeated or num_samples
         found = get_retro_datasets(flags, {split: (dataset, count)}, length, tokenizer.eod)
         samples = next((each for each in found if each is not None), dataset)
-    return Repeated(samples, num_repeated) if num_repeated else samples
+    return Repeated(samples, num_repeated, len(dataset)) if num_repeated else samples
 
 
 RETRO = replace(
