@@ -465,6 +465,13 @@ _RETRO = where(
             *given("--layer-norm-placement", lambda place: place != "pre")(c),
             *(["CUDA graphs"] if c.model.uses_graphs else []),
         ],
+        "{found} changes the samples of --retro-project-dir, and neighbors belong to samples: "
+        "leave it out": lambda c: (
+            c.retro_add_retriever
+            and c.retro_project_dir
+            and not c.mock_data
+            and given("--full-validation --fim-data --index-free --pack-documents")(c)
+        ),
         "--ckpt-format torch with RETRO: it cannot store layers of two kinds; use torch_dist or "
         "safetensors_dist": lambda c: c.save and c.ckpt_format == "torch",
     },
