@@ -125,10 +125,11 @@ LAYOUTS = {
 
 
 def test_every_layout_clips_as_one_process_does(tmp_path: Path):
-    flags = f"{GROUPED} --log-params-norm --qk-clip --qk-clip-threshold 0.02 --lr 1e-2".split()
+    flags = f"{GROUPED} --log-params-norm --init-method-std 0.3".split()
+    flags += ["--qk-clip", "--qk-clip-threshold", "0.5"]
     expected = run_gpt(tmp_path / "one", *flags)
     unclipped = run_gpt(tmp_path / "unclipped", *flags, "--qk-clip-threshold", "1000")
-    assert losses(expected)[1:] != losses(unclipped)[1:]
+    assert losses(expected)[-1] != pytest.approx(losses(unclipped)[-1], rel=1e-3)
     for name, (ranks, layout) in LAYOUTS.items():
         found = run_gpt(tmp_path / name, *flags, *layout.split(), world_size=ranks)
         for key in ("lm loss", "params norm"):
