@@ -31,7 +31,7 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.ssm.gated_delta_rule import gated_delta_rule
 from megatron.core.ssm.mamba_hybrid_layer_allocation import delta_net_shape
-from megatron.core.ssm.mamba_mixer import CausalConv, RecurrentMixer, causal_conv
+from megatron.core.ssm.recurrent_mixer import CausalConv, RecurrentMixer, causal_conv
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.context_parallel import heads_for_tokens, tokens_for_heads

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from megatron.core import device
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.length_curriculum import LengthCurriculum
+from megatron.core.datasets.gpt_dataset import LengthCurriculum
 from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
 from megatron.core.datasets.utils import Blend, get_blend_from_list
 from megatron.core.dist_checkpointing.folders import folder_name

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.datasets.gpt_dataset import get_ltor_masks_and_position_ids
-from megatron.core.datasets.length_curriculum import LengthCurriculum
+from megatron.core.datasets.gpt_dataset import LengthCurriculum, get_ltor_masks_and_position_ids
 from megatron.core.packed_seq_params import PackedBounds
 
 EOD = 9

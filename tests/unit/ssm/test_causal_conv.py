@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.ssm.mamba_mixer import causal_conv
+from megatron.core.ssm.recurrent_mixer import causal_conv
 from tests.support import tolerances
 
 _CLOSE = tolerances.of(torch.float64)
