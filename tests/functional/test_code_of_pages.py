@@ -255,7 +255,7 @@ def check_engine() -> None:
 
 
 def check_vision() -> None:
-    loader = SimpleNamespace(save_state_rank=lambda: "state")
+    loader = SimpleNamespace(state=lambda: "state")
     assert run_code(code_of("vision.md", 0))["Loader"](loader).save_state() == "state"
     images = mimo(one_process_groups()).mimo_config
     language = images.language_model_spec.params
@@ -350,7 +350,7 @@ def test_the_library_example_of_the_readme_trains_one_model_on_two_ranks(tmp_pat
     said = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
     ).stdout
-    losses = re.findall(r"^loss (\S+) on rank [01]$", said, re.MULTILINE)
+    losses = re.findall(r"loss (\S+) on rank [01]", said)  # two ranks may write into one line
     assert len(losses) == 2
     assert losses[0] == losses[1]
 

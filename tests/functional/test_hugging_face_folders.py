@@ -426,7 +426,7 @@ def test_what_cannot_start_says_why(name: str, message: str, chat: Path, tmp_pat
     elif name == "output exists":
         flags += f" --save-hf {chat}"
     else:
-        flags += f" --save-hf {tmp_path / 'out'} --window-size 8,0 --window-attn-skip-freq 2"
+        flags += f" --save-hf {tmp_path / 'out'} --window-size 8,0 --window-rotary-base 500"
     assert message in refused(folder, chat, flags)
 
 

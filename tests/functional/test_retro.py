@@ -125,8 +125,9 @@ def test_a_project_gives_data_and_settings(tmp_path: Path) -> None:
     del base[at : at + 2]
     base += f"--vocab-size {data.VOCAB} --micro-batch-size 1 --retro-project-dir {folder}".split()
     with pytest.raises(ConfigError) as refused:
-        take_retro_project(parse_args(argv=base))
-    for flag in ("--seq-length 32", "--global-batch-size 8", "--eval-interval 1000"):
+        take_retro_project(parse_args(argv=[*base, "--train-iters", "3"]))
+    differ = "--seq-length 32", "--global-batch-size 8", "--eval-interval 1000", "--train-iters 3"
+    for flag in differ:
         assert f"{flag}: the neighbors in {folder} were looked up for" in str(refused.value)
     given = "--seq-length 12 --global-batch-size 7 --eval-interval 9 --eval-iters 0".split()
     whole = run_gpt(tmp_path / "one", *given, base=base)

@@ -3,10 +3,10 @@
     python tools/retro/preprocess_data.py --retro-project-dir DIR --load BERT ...
     torchrun --nproc-per-node 8 tools/retro/preprocess_data.py --retro-project-dir DIR ...
 
---load is a BERT checkpoint (or a Hugging Face folder with --bert-embedder-type huggingface), whose
-mean hidden states are the embeddings.  Several processes divide the blocks of each task.  A task
-that was killed continues when it is started again; flags that a project has in its config.json need
-not be given again.  The flags and tasks are Megatron-LM's.
+--load is a BERT checkpoint, or a folder of Hugging Face with a config.json, whose mean hidden
+states are the embeddings.  Several processes divide the blocks of each task.  A task that was
+killed continues when it is started again; flags that a project has in its config.json need not be
+given again.  The flags and tasks are Megatron-LM's.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bert-embedder-type",
         choices=("megatron", "huggingface"),
-        default="megatron",
-        help="what --load holds: a checkpoint of training, or a folder of Hugging Face",
+        help="what --load holds: a checkpoint of training, or a folder of Hugging Face; default: "
+        "huggingface if it has a config.json",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     return parser
@@ -147,7 +147,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for package in ("faiss", "h5py"):
         require(package, "tools/retro/preprocess_data.py")
     tokenizer = gpt_tokenizer(config)
-    embedder = open_embedder(str(config.retro_bert_load), args)
+    load = str(config.retro_bert_load)
+    if args.bert_embedder_type is None:  # a later call on the project finds the same
+        is_folder = os.path.isfile(os.path.join(load, "config.json"))
+        args.bert_embedder_type = "huggingface" if is_folder else "megatron"
+    embedder = open_embedder(load, args)
     check_bert_tokenizer(config, embedder)
     ranks = open_ranks()
     if is_rank0():

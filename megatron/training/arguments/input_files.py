@@ -94,6 +94,11 @@ def take_retro_project(ns: Namespace) -> None:
                 "leave the flag out, or preprocess in another --retro-project-dir"
             )
         values[name] = wanted
+    if ns.train_iters is not None and ns.train_samples is not None:
+        problems.append(
+            f"--train-iters {ns.train_iters}: the neighbors in {folder} were looked up for "
+            f"{ns.train_samples} samples; leave the flag out, or end earlier with --exit-interval"
+        )
     ConfigError.raise_for(problems)
     if not (ns.mock_data or ns.data_path or ns.train_data_path or ns.data_args_path):
         paths, weights = project.blend
