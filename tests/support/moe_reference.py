@@ -29,7 +29,8 @@ def scores_of(logits: Tensor, c: TransformerConfig) -> Tensor:
 
 def weights_table(logits: Tensor, c: TransformerConfig, bias: Tensor | None = None) -> Tensor:
     """[N, E]: the weight of each visit, 0 elsewhere."""
-    k, is_softmax = c.moe_router_topk, c.moe_router_score_function == "softmax"
+    k = c.moe_router_topk
+    is_softmax = c.moe_router_score_function == "softmax"
     rows = []
     for x in logits:
         scores = scores_of(x, c)

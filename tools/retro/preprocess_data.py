@@ -298,7 +298,8 @@ def problems_of(config: RetroPreprocessingConfig) -> list[str]:
         for name in fractions
         if values[name] is not None and not 0 < values[name] <= 1
     ]
-    length, chunk = config.retro_gpt_seq_length or 0, config.retro_gpt_chunk_length
+    length = config.retro_gpt_seq_length or 0
+    chunk = config.retro_gpt_chunk_length
     if chunk > 0 and length % chunk:
         found.append(
             f"--retro-gpt-seq-length {length} is no multiple of --retro-gpt-chunk-length {chunk}: "
@@ -345,7 +346,8 @@ def open_embedder(load: str, args: argparse.Namespace) -> Embedder:
 
 def check_bert_tokenizer(config: RetroPreprocessingConfig, embedder: Embedder) -> None:
     """Raise ConfigError if the flags name another tokenizer than that of the checkpoint."""
-    kind, file = config.retro_bert_tokenizer_type, config.retro_bert_vocab_file
+    kind = config.retro_bert_tokenizer_type
+    file = config.retro_bert_vocab_file
     if file is None:
         return
     path = os.path.join(config.project_dir, file)

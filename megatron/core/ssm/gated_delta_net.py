@@ -203,7 +203,8 @@ class GatedDeltaNet(RecurrentMixer):
         columns of the state that start from the unit matrix; their outputs, times the state before
         the chunk, are what this state adds to the chunk's outputs.  Collective over cp.
         """
-        num_rows, cp = rows[0].shape[1], self.cp_group
+        num_rows = rows[0].shape[1]
+        cp = self.cp_group
         # The chunks become rows of a batch: [s, b, ..] -> [s/2, 2 b, ..].
         rows = tuple(x.unflatten(0, (2, -1)).transpose(0, 1).flatten(1, 2) for x in rows)
         mine = cp.rank(), 2 * cp.size() - 1 - cp.rank()

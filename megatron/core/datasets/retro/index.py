@@ -58,7 +58,8 @@ class ChunkIndex:
 
     def train(self) -> None:
         """Embed the sampled chunks and train the index with them.  Collective."""
-        config, path = self.config, self._empty_path
+        config = self.config
+        path = self._empty_path
         if not os.path.exists(path):
             blocks = self._embeddings
             blocks.write_missing(self._embed_block, self.ranks)
@@ -73,7 +74,8 @@ class ChunkIndex:
 
     def add(self) -> None:
         """Encode the training chunks and add them to the index.  Collective."""
-        config, path = self.config, self._added_path
+        config = self.config
+        path = self._added_path
         if not os.path.exists(path):
             index = _read(self._empty_path, "index-train")
             blocks = self._codes
@@ -104,7 +106,8 @@ class ChunkIndex:
         With ``validate``, look a fraction of the blocks up again instead and compare.  Returns the
         number of blocks compared by this rank.
         """
-        config, count = self.config, 0
+        config = self.config
+        count = 0
         directories = {**config.retro_neighbor_dirs}
         for split, entry in vars(datasets).items():
             if entry is None:
@@ -149,7 +152,8 @@ class ChunkIndex:
     def _neighbors(self, dataset: Any, block: Block) -> np.ndarray:
         """Return neighbors i64 [n, k] of a block's chunks, none from the sample's own documents."""
         config = self.config
-        length, per_sample = config.retro_gpt_chunk_length, config.chunks_per_sample
+        length = config.retro_gpt_chunk_length
+        per_sample = config.chunks_per_sample
         first, last = block.begin // per_sample, (block.end - 1) // per_sample
         chunks = []
         own = []  # the sample's documents, for each chunk
@@ -228,7 +232,8 @@ class ChunkIndex:
 
     @property
     def _directory(self) -> str:
-        kind, text = self.config.retro_index_type, str(self.config.retro_index_str)
+        kind = self.config.retro_index_type
+        text = str(self.config.retro_index_str)
         return os.path.join(self.config.project_dir, "index", kind, text)
 
     @property

@@ -172,7 +172,8 @@ class RetroDecoderCrossAttention(BaseRetroCrossAttention):
 
     def _attend_by_chunks(self, hidden: Tensor, states: Tensor) -> Tensor:
         s, b, h = hidden.shape
-        k, m = self.config.retro_num_neighbors, self.config.retro_chunk_length
+        k = self.config.retro_num_neighbors
+        m = self.config.retro_chunk_length
         n = self._num_chunks(hidden, states)
         num_attending = s - (m - 1)
         padded = F.pad(hidden[m - 1 :], (0, 0, 0, 0, 0, n * m - num_attending))
