@@ -228,16 +228,19 @@ def test_a_model_that_has_generated_trains_as_before() -> None:
         assert torch.equal(one, other)
 
 
-def test_a_stream_gives_the_text_after_each_token() -> None:
+@pytest.mark.parametrize("reader", ["beside the engine", "after the engine"])
+def test_a_stream_gives_the_text_after_each_token(reader: str) -> None:
     engine = static_engine()
 
     async def read() -> list[InferenceRequest]:
         request_id = engine.add_request("hello", sampling_params=GREEDY, streaming=True)
         engine.add_request("tensor", sampling_params=GREEDY)
-        stream = engine.get_stream_generator(request_id)
         task = asyncio.create_task(engine.run_engine_async())
-        found = [partial async for partial in stream]
+        if reader == "after the engine":
+            await task
+        found = [partial async for partial in engine.get_stream_generator(request_id)]
         await task
+        assert not engine.scheduler.streams
         return found
 
     found = asyncio.run(read())

@@ -11,6 +11,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -33,6 +34,7 @@ from megatron.core.inference.v014.controllers import (
     TextGenerationController,
 )
 from megatron.core.inference.v014.requests import (
+    AsyncStream,
     DynamicInferenceRequest,
     InferenceRequest,
     Scheduler,
@@ -116,7 +118,18 @@ class StaticInferenceEngine(AbstractEngine):
         stream = self.scheduler.streams.get(request_id)
         if stream is None:
             raise ConfigError(f"request {request_id} has no stream: add it with streaming=True")
-        return stream.generator()
+        return self._read(request_id, stream)
+
+    async def _read(
+        self, request_id: int, stream: AsyncStream
+    ) -> AsyncGenerator[InferenceRequest, None]:
+        # The stream is kept until here: the engine's thread may finish before a reader begins.
+        try:
+            async with aclosing(stream.generator()) as items:
+                async for item in items:
+                    yield item
+        finally:
+            self.scheduler.streams.pop(request_id, None)
 
     def generate(
         self,
@@ -175,9 +188,6 @@ class StaticInferenceEngine(AbstractEngine):
                 for stream in streams.values():
                     stream.finish(exception=error)
                 raise
-            finally:
-                for request_id in streams:
-                    scheduler.streams.pop(request_id, None)
 
     async def run_engine_async(self) -> None:
         """Run `run_engine` in a thread, so that coroutines can read streams meanwhile."""
