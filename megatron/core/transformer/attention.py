@@ -193,17 +193,24 @@ class Attention(MegatronModule, ABC):
         """Compute query, key and value from hidden states [s, b, h]."""
 
     def projection(
-        self, spec: Slot | None, input_size: int, output_size: int, *, bias: bool, name: str = "qkv"
+        self,
+        spec: Slot | None,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool,
+        name: str = "qkv",
+        config: TransformerConfig | None = None,
     ) -> Any:
         """Build a linear layer with ``output_size`` outputs in total, sharded over tp by heads.
 
-        ``name``: that of its buffer for --tp-comm-overlap.
+        ``name``: that of its buffer for --tp-comm-overlap.  ``config`` replaces the layer's.
         """
         return build_module(
             spec,
             input_size,
             output_size,
-            config=self.config,
+            config=config or self.config,
             init_method=self.config.init_method,
             bias=bias,
             offered={
@@ -215,7 +222,7 @@ class Attention(MegatronModule, ABC):
             },
         )
 
-    def project_back(self, context: Tensor, gate: Tensor | None = None) -> WithBias:
+    def project_back(self, context: Tensor, gate: Any = None) -> WithBias:
         """Apply the output projection: [s, b, n d / tp] -> [s, b, h] and the bias still to add.
 
         ``gate``: that of `SelfAttention.get_query_key_value_tensors`.
@@ -230,27 +237,42 @@ class Attention(MegatronModule, ABC):
         attention_mask: AttentionMask | None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        gate: Tensor | None = None,
+        extra: Any = None,
     ) -> WithBias:
-        """Run the core and the output projection; recompute the core in backward if configured."""
+        """Run the core and the output projection; recompute the core in backward if configured.
+
+        ``extra``: what `SelfAttentionBase.rotated` returns after the value.
+        """
         if self.config.qk_clip and self.training and self.attention_type == "self":
             found = largest_logits(
                 query, key, self.core_attention, self.cp_group, attention_mask, packed_seq_params
             )
             known = self.largest_logits
             self.largest_logits = found if known is None else torch.maximum(known, found)
+        context = self.run_core(
+            (query, key, value), attention_mask, attention_bias, packed_seq_params, extra
+        )
+        return self.project_back(context, extra)
+
+    def run_core(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        attention_mask: AttentionMask | None,
+        attention_bias: Tensor | None,
+        packed_seq_params: PackedSeqParams | None,
+        extra: Any,
+    ) -> Tensor:
+        """Attend: [q, b, n/tp, d], 2 x [k, b, g/tp, d] -> [q, b, n d / tp]; see `attend`."""
+        del extra
         is_kept = not (self.checkpoint_core_attention and self.training)
         core = self.core_attention if is_kept else self._checkpointed_attention_forward
-        context = core(
-            query,
-            key,
-            value,
+        return core(
+            *qkv,
             attention_mask,
             attn_mask_type=self.attn_mask_type,
             attention_bias=attention_bias,
             packed_seq_params=packed_seq_params,
         )
-        return self.project_back(context, gate)
 
     def _checkpointed_attention_forward(
         self,
@@ -309,10 +331,10 @@ class SelfAttentionBase(Attention):
     @abstractmethod
     def rotated(
         self, hidden_states: Tensor, rotary: RotaryTable | None, packed: PackedSeqParams | None
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
         """Compute query, key and value for the core by `get_query_key_value_tensors`, rotated.
 
-        With --attention-output-gate the gate follows them.
+        With --attention-output-gate the gate follows them, in sparse attention `IndexVectors`.
         """
 
     def qk_clip_rows(self, largest: Tensor) -> list[tuple[Any, Tensor]]:
@@ -351,22 +373,29 @@ class SelfAttentionBase(Attention):
         if not (rotary_pos_emb is None or isinstance(rotary_pos_emb, RotaryTable)):
             rotary_pos_emb = self._table_of(rotary_pos_emb, hidden_states, packed_seq_params)
         query, key, value, *rest = self.rotated(hidden_states, rotary_pos_emb, packed_seq_params)
-        gate = rest[0] if rest else None
+        extra = rest[0] if rest else None
         if self.quantizer is not None:
             key, value = self.quantizer(key, value)
         if cache is not None:
-            context = cache.attend(
-                self.layer_number - 1,
-                query,
-                key,
-                value,
-                self.core_attention,
-                mask=attention_mask,
-                bias=attention_bias,
-            )
-            return self.project_back(context, gate)
+            masks = attention_mask, attention_bias
+            context = self.attend_cached(cache, (query, key, value), *masks, extra)
+            return self.project_back(context, extra)
         more = attention_bias, packed_seq_params
-        return self.attend(query, key, value, attention_mask, *more, gate)
+        return self.attend(query, key, value, attention_mask, *more, extra)
+
+    def attend_cached(
+        self,
+        cache: KVCache,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        attention_mask: Any,
+        attention_bias: Any,
+        extra: Any = None,
+    ) -> Tensor:
+        """Append keys and values to the cache and attend; see `KVCache.attend`."""
+        del extra
+        where = self.layer_number - 1
+        core = self.core_attention
+        return cache.attend(where, *qkv, core, mask=attention_mask, bias=attention_bias)
 
     def _table_of(
         self, angles: Any, hidden_states: Tensor, packed: PackedSeqParams | None

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.config.errors import ConfigError
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.pipeline_parallel.plan import placement_of
+from megatron.core.transformer.config.attention import LINEAR_VARIANTS
 from megatron.core.transformer.pipeline_parallel_layer_layout import LAYOUT, parse_layout
 
 if TYPE_CHECKING:  # which imports this module, for its rules
@@ -272,13 +273,24 @@ def has_linear_attention(config: TransformerConfig, layer_index: int) -> bool:
 
     Multi-token prediction layers, which follow the decoder, are like its last layer.
     """
-    if config.experimental_attention_variant is None:
+    if config.experimental_attention_variant not in LINEAR_VARIANTS:
         return False
     layer_index = min(layer_index, config.num_layers - 1)
     freq = config.linear_attention_freq
     if freq is None or isinstance(freq, int):
         return freq is None or (layer_index + 1) % freq != 0
     return bool(freq[layer_index])
+
+
+def indexer_of_layer(config: TransformerConfig, layer_index: int) -> int:
+    """Return the index of the layer whose indexer selects the keys of layer ``layer_index``.
+
+    Multi-token prediction layers have indexers of their own.
+    """
+    if layer_index >= config.num_layers:
+        return layer_index
+    past_offset = max(layer_index + 1 - config.dsa_indexer_skip_topk_offset, 0)
+    return layer_index - past_offset % config.dsa_indexer_topk_freq
 
 
 def has_experts(config: TransformerConfig, layer_index: int) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -90,17 +90,18 @@ class MultiLatentAttention(SelfAttentionBase):
 
     def rotated(
         self, hidden_states: Tensor, rotary: RotaryTable | None, packed: PackedSeqParams | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Any, ...]:
         """See `SelfAttentionBase.rotated`; the method of a project rotates too."""
         is_own = is_replaced(self, "get_query_key_value_tensors")
         more = {} if is_own else {"rotary": rotary}
         qkv = self.get_query_key_value_tensors(hidden_states, None, None, packed, **more)
-        return tuple(x if x.dim() == 4 else x.unsqueeze(1) for x in qkv)
+        query, key, value, *extra = qkv
+        qkv = (x if x.dim() == 4 else x.unsqueeze(1) for x in (query, key, value))
+        return *qkv, *extra
 
-    def project_back(self, context: Tensor, gate: Tensor | None = None) -> WithBias:
+    def project_back(self, context: Tensor, gate: Any = None) -> WithBias:
         """Drop the padding of values, if any, and project: [s, b, n/tp (d + r)] -> [s, b, h]."""
         heads = self.num_attention_heads_per_partition
-        assert gate is None, "--attention-output-gate excludes latent attention"
         context = context.unflatten(-1, (heads, -1))[..., : self.value_width]
         return self.linear_proj(context.flatten(-2))
 
@@ -114,10 +115,12 @@ class MLASelfAttention(MultiLatentAttention):
     def build_projections(self, submodules: MLASelfAttentionSubmodules) -> None:
         """Build the down-projections (replicated), latent norms and up-projections (sharded)."""
         c, heads = self.config, self.config.num_attention_heads
+        if c.mla_latent_norm_epsilon is not None:  # also that of norms in up-projections
+            c = replace(c, layernorm_epsilon=c.mla_latent_norm_epsilon)
         self.is_sequence_sharded = c.sequence_parallel and self.tp_group.size() > 1
 
         def up(spec: Slot | None, input_size: int, width: int, name: str) -> Any:
-            return self.projection(spec, input_size, heads * width, bias=False, name=name)
+            return self.projection(spec, input_size, heads * width, bias=False, name=name, config=c)
 
         def down(spec: Slot | None, width: int, name: str) -> Any:
             return build_module(
@@ -196,19 +199,18 @@ class MLASelfAttention(MultiLatentAttention):
         narrow = up.normalized(narrow) if hasattr(up, "normalized") else narrow
         rotated = apply_rotary(key_position.unsqueeze(2), rotary_pos_emb, fused=c.apply_rope_fusion)
         latents = torch.cat([narrow.unsqueeze(2), rotated], -1)  # the keys of all heads
-        query, position = self._query(self._narrow_query(hidden_states), rotary_pos_emb)
+        narrow_query = self._narrow_query(hidden_states)
+        query, position = self._query(narrow_query, rotary_pos_emb)
         heads = self.num_attention_heads_per_partition
         raising = up.effective_weight().unflatten(0, (heads, -1))
         raises_key, raises_value = raising.split([c.qk_head_dim, c.v_head_dim], 1)
         lowered = self.multiply_heads(query, raises_key.transpose(1, 2))
-        context = cache.attend(
-            self.layer_number - 1,
-            torch.cat([lowered, position], -1),
-            latents,
-            latents[..., :0],
-            self.core_attention,
-            mask=attention_mask,
-            bias=more.get("attention_bias"),
+        context = self.attend_cached(
+            cache,
+            (torch.cat([lowered, position], -1), latents, latents[..., :0]),
+            attention_mask,
+            more.get("attention_bias"),
+            *self.extra_of(hidden_states, narrow_query, rotary_pos_emb),
         )
         context = context.unflatten(-1, (heads, -1))[..., : c.kv_lora_rank]
         return self.linear_proj(self.multiply_heads(context, raises_value).flatten(2))
@@ -223,8 +225,10 @@ class MLASelfAttention(MultiLatentAttention):
         *,
         inference_params: KVCache | None = None,
         rotary: RotaryTable | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Any, ...]:
         """Project and rotate: [s, b, h] -> query and key [s, b, n/tp, d + r], and value.
+
+        Sparse attention adds its `IndexVectors`.
 
         ``rotary`` is by default the table of the layer's own rotary embedding.  The core takes
         values of their own width in training.  Otherwise they are padded with zeros to the width of
@@ -244,9 +248,18 @@ class MLASelfAttention(MultiLatentAttention):
             key_position = copy_to_tensor_model_parallel_region(key_position, self.tp_group)
 
         raised = partial(self._raised, rotary)
+        extra = self.extra_of(hidden_states, narrow_query, rotary)
         if self.recompute_up_proj and self.training:
-            return checkpoint(raised, False, narrow_query, narrow, key_position)
-        return raised(narrow_query, narrow, key_position)
+            qkv = checkpoint(raised, False, narrow_query, narrow, key_position)
+            return *qkv, *extra
+        return *raised(narrow_query, narrow, key_position), *extra
+
+    def extra_of(
+        self, hidden_states: Tensor, narrow_query: Tensor, rotary: RotaryTable
+    ) -> tuple[Any, ...]:
+        """Return the last argument of `attend_cached` and `run_core`, if a class needs one."""
+        del hidden_states, narrow_query, rotary
+        return ()
 
     def _down(self, linear: Callable[..., WithBias], hidden_states: Tensor, width: int) -> Tensor:
         """Return the latents of a down-projection: [s, b, h] -> [s, b, ``width``].

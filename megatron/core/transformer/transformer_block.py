@@ -24,6 +24,7 @@ from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_offload import ActivationOffload
+from megatron.core.transformer.config.attention import LINEAR_VARIANTS
 from megatron.core.transformer.cuda_graphs import LayerGraphs
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.core.transformer.kv_cache import KVCache
@@ -167,7 +168,8 @@ class TransformerBlock(MegatronModule):
     def layers_are_alike(self) -> bool:
         """Whether the config mixes no kinds of layers."""
         config = self.config
-        is_mixed = config.experimental_attention_variant is not None
+        is_mixed = config.experimental_attention_variant in LINEAR_VARIANTS
+        is_mixed |= config.dsa_indexer_topk_freq > 1
         return config.moe_layer_freq == 1 and layer_shapes(config) is None and not is_mixed
 
     def _build_layers(self) -> None:
@@ -227,6 +229,8 @@ class TransformerBlock(MegatronModule):
             "packed_seq_params": None,
             **more,
         }
+        if self.config.dsa_indexer_topk_freq > 1:  # masks of this pass by layer
+            shared["selections"] = {}
         stream: Stream = hidden_states
         for span in self._spans():
             stream = self._run_span(span, stream, shared)

@@ -20,7 +20,11 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import library_field
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.params.param_init import Init, InitMethod
-from megatron.core.transformer.config.attention import AttentionConfig, MLAConfig
+from megatron.core.transformer.config.attention import (
+    AttentionConfig,
+    MLAConfig,
+    SparseAttentionConfig,
+)
 from megatron.core.transformer.config.base import BaseConfig, MLPConfig
 from megatron.core.transformer.config.execution import (
     CudaGraphConfig,
@@ -44,6 +48,7 @@ class TransformerConfig(
     MLPConfig,
     MoEConfig,
     MLAConfig,
+    SparseAttentionConfig,
     PrecisionConfig,
     RecomputeConfig,
     FusionConfig,

@@ -23,6 +23,7 @@ from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.dist_checkpointing.plain_values import plain
 from megatron.core.quantization.quant_config import is_text_of_globs
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, layer_pattern
+from megatron.core.transformer.config.attention import LINEAR_VARIANTS, SPARSE_VARIANT
 from megatron.core.transformer.spec_utils import reason_not_own_spec
 from megatron.training.arguments.derive import DERIVATIONS
 from megatron.training.arguments.flat_values import flat_values
@@ -35,7 +36,7 @@ from megatron.training.config.language_model import MODEL_KINDS
 from megatron.training.models.registry import model_kind
 from megatron.training.process.rank_print import print_rank_0
 
-# Flags (dests) that describe experts, latent attention, linear attention and YaRN.
+# Flags (dests) that describe experts, latent, linear and sparse attention, and YaRN.
 EXPERTS = tuple(
     """
     num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function
@@ -47,12 +48,20 @@ EXPERTS = tuple(
 LATENT = tuple(
     """
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    mla_latent_norm_epsilon
     """.split()
 )
 LINEAR = tuple(
     """
     linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
     linear_num_value_heads
+    """.split()
+)
+SPARSE = tuple(
+    """
+    dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_k_norm_epsilon
+    dsa_indexer_rope_interleaved dsa_indexer_scoring_relu dsa_indexer_topk_freq
+    dsa_indexer_skip_topk_offset
     """.split()
 )
 YARN = tuple(
@@ -106,6 +115,7 @@ FORCED = (
     *EXPERTS,
     *LATENT,
     *LINEAR,
+    *SPARSE,
     *YARN,
     *IMAGES,
     *ADAPTERS,
@@ -161,6 +171,7 @@ SHOWN_BY_TENSORS = frozenset(
     export_kv_cache_quant
     attention_output_gate experimental_attention_variant linear_attention_freq
     linear_conv_kernel_dim linear_num_key_heads linear_num_value_heads
+    dsa_indexer_n_heads dsa_indexer_head_dim
     """.split()
 ) | {*HEADS}
 # Flags that --finetune may change: the model is trained for longer contexts.
@@ -423,7 +434,8 @@ def _is_read(name: str, values: Arguments) -> bool:
         ("rope_scaling_factor", bool(values["use_rope_scaling"])),
         ("relative_attention_", values["position_embedding_type"] == "relative"),
         (LATENT[1:], is_latent),
-        ("linear_", values["experimental_attention_variant"] is not None),
+        ("linear_", values["experimental_attention_variant"] in LINEAR_VARIANTS),
+        (SPARSE, values["experimental_attention_variant"] == SPARSE_VARIANT),
         (EXPERTS[1:], is_moe),
         ("moe_", is_moe),
         (("mamba_", "hybrid_"), kind.is_hybrid),

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from megatron.core.ssm.mamba_hybrid_layer_allocation import delta_net_shape, mixer_shape
 from megatron.core.transformer.attention_masks import window_of_layer
+from megatron.core.transformer.config.attention import SPARSE_VARIANT
 from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
@@ -254,7 +255,13 @@ def _multiply_adds(
         at = min(layer_index, model.num_layers - 1)  # MTP layers are like the last one
         if reads_encoder:
             at = layer_index - model.num_layers
-        mixing += tokens * 2 * heads_width * keys(at, tokens, is_causal)
+        seen = keys(at, tokens, is_causal)
+        if layer.has_indexer:  # frozen without a loss
+            scores = model.dsa_indexer_n_heads * (model.dsa_indexer_head_dim + 1) * tokens * seen
+            mixing += scores if model.dsa_indexer_loss_coeff else scores / FORWARD_AND_BACKWARD
+        if model.experimental_attention_variant == SPARSE_VARIANT:
+            seen = min(seen, mean_keys_per_query(tokens, model.dsa_indexer_topk))
+        mixing += tokens * 2 * heads_width * seen
     if layer.has_cross_attention:
         linear += 2 * hidden * (tokens * heads_width + (stack.others or source) * groups_width)
         mixing += tokens * 2 * heads_width * (stack.seen or source)

@@ -130,6 +130,7 @@ def _layer_parameters(m: TransformerConfig, layer: Layer) -> int:
             total += m.kv_channels * (m.num_attention_heads + m.num_query_groups) // tp
         elif m.qk_layernorm:
             total += 2 * m.kv_channels * per_channel
+    total += 2 * m.dsa_indexer_head_dim * layer.has_indexer  # a LayerNorm
     if layer.has_experts:  # the router, and the gate of shared experts
         total += (hidden + m.add_bias_linear) * (m.num_moe_experts or 0)
         total += hidden * bool(m.moe_shared_expert_intermediate_size and m.moe_shared_expert_gate)
@@ -148,7 +149,8 @@ def _weights(m: TransformerConfig, layers: Matrices) -> int:
     """Return the parameters of linear layers, besides mixers', on one tensor-parallel rank."""
     total = 0
     for name, rows, columns in layers:
-        ranks = 1 if name.endswith(("_down_proj", "_latent_proj")) else m.tensor_model_parallel_size
+        is_whole = name.endswith(("_down_proj", "_latent_proj")) or ".indexer." in name
+        ranks = 1 if is_whole else m.tensor_model_parallel_size
         count = 1
         if name.startswith(EXPERTS):
             ranks = m.expert_tensor_parallel_size or 1
@@ -228,6 +230,12 @@ def linear_layers(m: TransformerConfig, layer: Layer) -> Matrices:
         raised = heads * (m.qk_head_dim + m.v_head_dim)
         yield "self_attention.linear_kv_up_proj", {WHOLE: raised}, m.kv_lora_rank
         yield "self_attention.linear_proj", {WHOLE: hidden}, heads * m.v_head_dim
+        if layer.has_indexer:
+            indexer, query = "self_attention.core_attention.indexer", m.q_lora_rank or hidden
+            width = m.dsa_indexer_n_heads * m.dsa_indexer_head_dim
+            yield f"{indexer}.linear_wq_b", {WHOLE: width}, query
+            yield f"{indexer}.linear_wk", {WHOLE: m.dsa_indexer_head_dim}, hidden
+            yield f"{indexer}.linear_weights_proj", {WHOLE: m.dsa_indexer_n_heads}, hidden
     elif layer.attention == FULL:
         q = m.kv_channels * heads
         k = m.kv_channels * m.num_query_groups

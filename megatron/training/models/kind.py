@@ -20,6 +20,7 @@ from megatron.core.packed_seq_params import PackedBounds
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm import mamba_hybrid_layer_allocation as letters
 from megatron.core.ssm.mamba_hybrid_layer_allocation import layer_pattern
+from megatron.core.transformer.config.attention import SPARSE_VARIANT
 from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     FULL,
     NO_OP,
@@ -30,6 +31,7 @@ from megatron.core.transformer.layer_layout import (
     attends_to_neighbors,
     has_experts,
     has_linear_attention,
+    indexer_of_layer,
     stacked_ranges,
 )
 from megatron.training.config.run import DPO, GRPO, REWARD, SFT, RunConfig
@@ -50,6 +52,7 @@ class Layer:
     ffn_hidden_size: int = 0
     has_experts: bool = False
     has_mixer: bool = False
+    has_indexer: bool = False  # of sparse attention
     has_cross_attention: bool = False
     is_encoder: bool = False  # part of the encoder, whose output the decoder attends to
     encoder: tuple[Layer, ...] = ()  # layers of an encoder inside this layer
@@ -61,12 +64,14 @@ def stack_of_layers(config: RunConfig) -> list[Layer]:
     width = model.ffn_hidden_size or 0
     shapes = list(layer_shapes(model) or [LayerShape(FULL, FULL, width)] * model.num_layers)
     shapes += shapes[-1:] * (model.mtp_num_layers or 0)
+    is_sparse = model.experimental_attention_variant == SPARSE_VARIANT
     return [
         Layer(
             attention=DELTA_NET if has_linear_attention(model, i) else shape.attention,
             mlp=shape.mlp,
             ffn_hidden_size=shape.ffn_hidden_size or 0,
             has_experts=has_experts(model, i),
+            has_indexer=is_sparse and indexer_of_layer(model, i) == i,
         )
         for i, shape in enumerate(shapes)
     ]

@@ -12,8 +12,10 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.aux_loss import aux_losses_of
 from megatron.core.optimizer.clip_grads import calc_params_l2_norm
-from megatron.core.transformer.layer_layout import has_experts
+from megatron.core.transformer.config.attention import SPARSE_VARIANT
+from megatron.core.transformer.layer_layout import has_experts, indexer_of_layer
 from megatron.core.transformer.moe.router import balance_terms, loss_name
+from megatron.core.transformer.sparse_attention import LOSS_NAME
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.estimates.flops import tokens_of_a_sample
 from megatron.training.runtime.context import StepResult
@@ -118,8 +120,8 @@ def added_losses(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Return the auxiliary losses of a step by name.  Collective over all ranks.
 
-    Three dictionaries: the losses of expert layers averaged over layers; those of single layers,
-    with --moe-per-layer-logging; the losses of multi-token prediction and draft heads, as
+    Three dictionaries: the losses of routers and indexers averaged over layers; those of single
+    layers, with --moe-per-layer-logging; the losses of multi-token prediction and draft heads, as
     this rank's [sum, count].
     """
     taken = [
@@ -128,27 +130,32 @@ def added_losses(
         for name, value in losses.take().items()
     ]
     ahead = {name: value for _, name, value in taken if name.endswith(" loss")}
-    return *_expert_losses(run, taken, num_microbatches), ahead
+    return *_losses_of_layers(run, taken, num_microbatches), ahead
 
 
-def _expert_losses(
+def _losses_of_layers(
     run: TrainingRun, taken: Taken, num_microbatches: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the mean of each loss over micro-batches, data-parallel ranks and layers.
 
     The second dictionary contains, with --moe-per-layer-logging, the loss of each layer under its
-    TensorBoard tag, ``moe/NAME_layer_I``.  Both are empty for a dense model.  Collective over all
-    ranks.
+    TensorBoard tag, ``moe/NAME_layer_I``.  Both are empty for a model without such losses.
+    Collective over all ranks.
     """
     model = run.config.model
-    if model.num_moe_experts is None:
-        return {}, {}
-    names = [loss_name(kind) for kind, _ in balance_terms(model)]
-    names += ["z_loss"] if model.moe_z_loss_coeff is not None else []
     num_layers = model.num_layers + (model.mtp_num_layers or 0)
-    layers = [i for i in range(num_layers) if has_experts(model, i)]
-    if not names or not layers:
+    layers_with: dict[str, list[int]] = {}
+    if model.num_moe_experts is not None:
+        names = [loss_name(kind) for kind, _ in balance_terms(model)]
+        names += ["z_loss"] if model.moe_z_loss_coeff is not None else []
+        experts = [i for i in range(num_layers) if has_experts(model, i)]
+        layers_with = dict.fromkeys(names, experts) if experts else {}
+    if model.experimental_attention_variant == SPARSE_VARIANT and model.dsa_indexer_loss_coeff:
+        own = [i for i in range(num_layers) if indexer_of_layer(model, i) == i]
+        layers_with[LOSS_NAME] = own
+    if not layers_with:
         return {}, {}
+    names = [*layers_with]
     table = torch.zeros(len(names), num_layers, device=device.current())
     for layer_index, name, value in taken:
         if name in names:
@@ -158,7 +165,9 @@ def _expert_losses(
         dist.all_reduce(table, group=run.groups.world)
     table /= num_microbatches * run.groups.dp.size()
     rows = dict(zip(names, table, strict=True))
-    means = {name: row[layers].mean() for name, row in rows.items()}
+    means = {name: row[layers_with[name]].mean() for name, row in rows.items()}
     if not run.config.logging.moe_per_layer_logging:
         return means, {}
-    return means, {f"moe/{name}_layer_{i}": row[i] for name, row in rows.items() for i in layers}
+    return means, {
+        f"moe/{name}_layer_{i}": row[i] for name, row in rows.items() for i in layers_with[name]
+    }

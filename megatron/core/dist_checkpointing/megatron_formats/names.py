@@ -132,7 +132,7 @@ def stored_layer_has_experts(layer: int, arguments: Arguments) -> bool:
 
 def _is_linear(layer: int, arguments: Arguments) -> bool:
     """Return whether layer ``layer`` (from 0) of a stored model has linear attention."""
-    if not arguments.get("experimental_attention_variant"):
+    if arguments.get("experimental_attention_variant") in (None, "dsa"):
         return False
     freq = arguments.get("linear_attention_freq")
     return freq is None or bool((layer + 1) % freq if isinstance(freq, int) else freq[layer])
@@ -147,7 +147,8 @@ def layers_are_alike(arguments: Arguments) -> bool:
     """Return whether Megatron-LM stacks the layers of such a model in `torch_dist`."""
     freq = arguments.get("moe_layer_freq") or 1
     is_mixed = is_hybrid(arguments) or (bool(arguments.get("num_experts")) and freq != 1)
-    is_mixed |= bool(arguments.get("experimental_attention_variant"))
+    is_mixed |= arguments.get("experimental_attention_variant") not in (None, "dsa")
+    is_mixed |= int(arguments.get("dsa_indexer_topk_freq") or 1) > 1
     return not is_mixed and not arguments.get("heterogeneous_layers_config_path")
 
 
@@ -385,6 +386,8 @@ def _in_layer(
         yield from ["input_layernorm", *linear] if is_fused else [*linear, "input_layernorm"]
         first = []  # once: parameters of the optimizer are counted
     yield "self_attention.core_attention.softmax_offset"
+    indexer = "self_attention.core_attention.indexer"
+    yield from (f"{indexer}.{part}" for part in _INDEXER)
     # A norm that is fused into the following matrix comes with it.
     yield from reversed(first) if is_fused and not is_latent else first
     yield from (f"self_attention.{part}" for part in _ATTENTION[is_latent, is_latent and is_fused])
@@ -414,6 +417,7 @@ def _in_layer(
     yield from ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 
 
+_INDEXER = ("linear_wq_b", "linear_wk", "linear_weights_proj", "k_norm")
 # (latent, fused) -> the parts of attention, in order; a fused norm precedes its matrix.
 _ATTENTION = {
     (False, False): "linear_qkv q_layernorm k_layernorm".split(),

@@ -24,6 +24,7 @@ from megatron.core.models.backends import BackendSpecProvider, TESpecProvider
 from megatron.core.parallel.default_groups import default_groups, library_call
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.config.attention import SPARSE_VARIANT
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.layer_layout import (
@@ -45,6 +46,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.norms import HeadsWideRMSNorm, L2Norm, Norm
+from megatron.core.transformer.sparse_attention import SparseMLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, import_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, block_submodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -137,15 +139,16 @@ def layer_of(
         if fused and norm is not None:
             up = fused
             norm = IdentityOp
+        is_sparse = c.experimental_attention_variant == SPARSE_VARIANT
         attention = ModuleSpec(
-            MLASelfAttention,
+            SparseMLASelfAttention if is_sparse else MLASelfAttention,
             submodules=MLASelfAttentionSubmodules(
                 linear_q_proj=column,
                 linear_q_down_proj=backend.linear(),
                 linear_q_up_proj=up,
                 linear_kv_down_proj=backend.linear(),
                 linear_kv_up_proj=up,
-                core_attention=core,
+                core_attention=LOCAL.core_attention() if is_sparse else core,
                 linear_proj=row,
                 q_layernorm=norm,
                 kv_layernorm=norm,

@@ -10,6 +10,7 @@ from megatron.core.config.parse import int_pair, layer_frequency, member_of
 from megatron.core.enums import AttnBackend
 
 LINEAR_VARIANTS = ("gated_delta_net", "gdn")
+SPARSE_VARIANT = "dsa"
 _network = partial(option, group="network size")
 _training = partial(option, group="training")
 
@@ -140,9 +141,11 @@ class AttentionConfig:
     )
     experimental_attention_variant: str | None = _network(
         None,
-        "Attention of the layers that --linear-attention-freq selects: gated_delta_net, or gdn for "
-        "short, is linear attention by the gated delta rule.",
-        choices=LINEAR_VARIANTS,
+        "gated_delta_net, or gdn for short: linear attention by the gated delta rule in the layers "
+        "that --linear-attention-freq selects. dsa: DeepSeek Sparse Attention in all layers, in "
+        "which a query of latent attention attends to the --dsa-indexer-topk keys that an indexer "
+        "selects.",
+        choices=(*LINEAR_VARIANTS, SPARSE_VARIANT),
     )
     linear_attention_freq: int | tuple[int, ...] | None = _network(
         None,
@@ -248,4 +251,73 @@ class MLAConfig:
     mscale_all_dim: float = _mla(0.0, "YaRN attention scaling of all channels.")
     cache_mla_latents: bool = _mla(
         False, "Cache latent vectors instead of keys and values during generation."
+    )
+    mla_latent_norm_epsilon: float | None = _mla(
+        None, "Epsilon of the norms of latent vectors in MLA; --norm-epsilon if not given."
+    )
+
+
+@dataclass(kw_only=True)
+class SparseAttentionConfig:
+    """Options of DeepSeek Sparse Attention (--experimental-attention-variant dsa)."""
+
+    dsa_indexer_n_heads: int = _network(
+        64, "Number of heads of the indexer of sparse attention.", at_least=1
+    )
+    dsa_indexer_head_dim: int = _network(
+        128,
+        "Dimension of each head of the indexer of sparse attention, of which the first "
+        "--qk-pos-emb-head-dim channels are rotated.",
+        at_least=1,
+    )
+    dsa_indexer_topk: int = _network(
+        2048, "Number of keys that each query of sparse attention attends to.", at_least=1
+    )
+    dsa_indexer_loss_coeff: float = _network(
+        0.0,
+        "Coefficient of the indexer's loss, the divergence of its scores from the attention "
+        "probabilities. With 0 its parameters are frozen.",
+    )
+    dsa_indexer_use_sparse_loss: bool = _network(
+        False, "Compute the indexer's loss over the selected keys, not over all visible keys."
+    )
+    dsa_indexer_k_norm_epsilon: float | None = _network(
+        None, "Epsilon of the norm of the indexer's keys; --norm-epsilon if not given."
+    )
+    dsa_indexer_k_norm_fp32: bool = _network(
+        False,
+        "Compute the norm of the indexer's keys in fp32.",
+        ignored="norms compute in fp32 for any dtype of their input",
+    )
+    dsa_indexer_rope_interleaved: bool = _network(
+        False, "Rotate adjacent channel pairs of the indexer instead of two halves, as GLM-5 does."
+    )
+    dsa_indexer_rotate_activation: bool = _network(
+        True,
+        "Do not rotate the indexer's queries and keys by a Hadamard matrix.",
+        aliases=("--disable-dsa-indexer-rotate-activation",),
+        ignored="this rotation changes no product of queries and keys, which are not quantized",
+    )
+    dsa_indexer_scoring_relu: bool = _network(
+        True,
+        "Add the indexer's products of queries and keys without a ReLU before the sum over heads.",
+        aliases=("--disable-dsa-indexer-scoring-relu",),
+    )
+    dsa_indexer_topk_freq: int = _network(
+        1,
+        "Layers per indexer: after the first --dsa-indexer-skip-topk-offset layers, one of N "
+        "layers selects keys for itself and the layers up to the next one.",
+        at_least=1,
+    )
+    dsa_indexer_skip_topk_offset: int = _network(
+        0, "Number of the last layer before the pattern of --dsa-indexer-topk-freq starts."
+    )
+    dsa_kernel_backend: str = _network(
+        "none",
+        "Kernels of sparse attention: none selects keys by a mask of the usual kernels.",
+        choices=("none", "tilelang", "cudnn"),
+        refused_values={
+            name: "this program has no such kernel of sparse attention: use none"
+            for name in ("tilelang", "cudnn")
+        },
     )

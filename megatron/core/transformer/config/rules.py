@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan import wrong_chunks
+from megatron.core.transformer.config.attention import LINEAR_VARIANTS, SPARSE_VARIANT
 from megatron.core.transformer.layer_layout import (
     has_explicit_layout,
     has_linear_attention,
+    indexer_of_layer,
+    layer_ranges,
     layout_problems,
 )
 
@@ -126,7 +129,7 @@ _ARCHITECTURE = rules(
     ),
 )
 
-# ---- linear attention ----------------------------------------------------------------------------
+# ---- linear and sparse attention -----------------------------------------------------------------
 
 _LINEAR_ATTENTION = rules(
     {
@@ -134,7 +137,7 @@ _LINEAR_ATTENTION = rules(
         "part of the QKV projection; drop one of them": None,
     },
     where(
-        "--experimental-attention-variant",
+        lambda c: c.experimental_attention_variant in LINEAR_VARIANTS,
         {
             "{--linear-num-value-heads} is not a multiple of {--linear-num-key-heads}: each key "
             "head serves the same number of value heads": lambda c: (
@@ -171,6 +174,53 @@ _LINEAR_ATTENTION = rules(
             ),
         },
     ),
+)
+
+
+def _find_stages_without_selection(c: Any) -> list[int]:
+    """Return the first layers of stages, from 1, whose keys a layer of another stage selects."""
+    ranks = c.pipeline_model_parallel_size
+    if c.pipeline_split == "auto" or not c.num_layers or ranks < 1:
+        return []
+    if [*layout_problems(c.model, ranks)]:
+        return []
+    starts = [layers.start for layers in layer_ranges(c.model, ranks) if layers]
+    return [start + 1 for start in starts if start > indexer_of_layer(c.model, start) >= 0]
+
+
+_SPARSE_ATTENTION = where(
+    lambda c: c.experimental_attention_variant == SPARSE_VARIANT,
+    {
+        "--experimental-attention-variant dsa selects keys of latent attention: add "
+        "--multi-latent-attention": lambda c: not c.multi_latent_attention,
+        "{found} and --experimental-attention-variant dsa exclude each other: sparse attention "
+        "does not support it; drop one of them": given(
+            "--qk-clip --attn-logit-softcapping --window-size --softmax-type off-by-one learnable "
+            "--heterogeneous-layers-config-path --batch-invariant-mode --enable-cuda-graph"
+        ),
+        "--cp-comm-type {found}: sparse attention gathers keys over context-parallel ranks; use "
+        "allgather": lambda c: (
+            c.context_parallel_size > 1 and ",".join({"a2a", "a2a+p2p"} & {*c.cp_comm_types})
+        ),
+        "{--dsa-indexer-head-dim} is below {--qk-pos-emb-head-dim}, whose channels the indexer "
+        "rotates: raise it": lambda c: c.dsa_indexer_head_dim < c.qk_pos_emb_head_dim,
+        "{--dsa-indexer-topk-freq} and {--dsa-indexer-skip-topk-offset}: the first layer needs an "
+        "indexer of its own; use an offset of at least 1": lambda c: (
+            c.dsa_indexer_topk_freq > 1 and c.dsa_indexer_skip_topk_offset < 1
+        ),
+        "{--dsa-indexer-topk-freq}: layers {found} begin a pipeline stage, and a layer of another "
+        "stage selects their keys: change --dsa-indexer-skip-topk-offset or the split of the "
+        "layers": lambda c: (
+            c.dsa_indexer_topk_freq > 1 and ", ".join(map(str, _find_stages_without_selection(c)))
+        ),
+        "{--mtp-num-layers}: layers of multi-token prediction are like the last one, whose keys "
+        "another layer selects (--dsa-indexer-topk-freq): change "
+        "--dsa-indexer-skip-topk-offset": lambda c: (
+            c.mtp_num_layers
+            and c.num_layers
+            and indexer_of_layer(c.model, c.num_layers - 1) < c.num_layers - 1
+        ),
+    },
 )
 
 
@@ -537,6 +587,7 @@ RULES = rules(
     [*ModelParallelConfig.RULES],
     _ARCHITECTURE,
     _LINEAR_ATTENTION,
+    _SPARSE_ATTENTION,
     _PARALLEL,
     _SIZES_OF_EXPERTS,
     _ROUTER,

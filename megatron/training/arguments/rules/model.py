@@ -12,6 +12,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import (
     mixer_shape,
     pattern_problems,
 )
+from megatron.core.transformer.config.attention import LINEAR_VARIANTS
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.training.arguments.rules.rule import Settings, refusal
 from megatron.training.config.language_model import MODEL_KINDS
@@ -315,8 +316,16 @@ _HYBRID = rules(
     ),
 )
 
-_LINEAR_ATTENTION = where(
+_ATTENTION_VARIANT = where(
     "--experimental-attention-variant",
+    {
+        "{--experimental-attention-variant} with {kind.title}: only GPT has such layers; use "
+        "pretrain_gpt.py": lambda c: not c.kind.has_linear_attention,
+    },
+)
+
+_LINEAR_ATTENTION = where(
+    lambda c: c.experimental_attention_variant in LINEAR_VARIANTS,
     {
         "{found} and --experimental-attention-variant exclude each other: linear attention carries "
         "its state across the end of a document; drop the flag, or pack conversations with --sft": (
@@ -330,8 +339,6 @@ _LINEAR_ATTENTION = where(
             % c.context_parallel_size
             and heads
         ),
-        "--experimental-attention-variant with {kind.title}: only GPT has layers of linear "
-        "attention; use pretrain_gpt.py": lambda c: not c.kind.has_linear_attention,
     },
 )
 
@@ -482,6 +489,7 @@ RULES = rules(
     _POSITIONS,
     _KIND,
     _HYBRID,
+    _ATTENTION_VARIANT,
     _LINEAR_ATTENTION,
     _BERT,
     _T5_STAGES,

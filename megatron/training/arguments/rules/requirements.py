@@ -54,8 +54,13 @@ _FLAGS_NEEDED = parse_table(
 --position-embedding-type mrope | mrope_section
 --position-embedding-type learned_absolute | reset_position_ids
 --position-embedding-type relative | relative_attention_num_buckets relative_attention_max_distance
---experimental-attention-variant | linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
-    linear_value_head_dim linear_num_key_heads linear_num_value_heads
+--experimental-attention-variant gated_delta_net or gdn | linear_attention_freq
+    linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+    linear_num_value_heads
+--experimental-attention-variant dsa | dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
+    dsa_indexer_loss_coeff dsa_indexer_k_norm_epsilon dsa_indexer_rope_interleaved
+    dsa_indexer_topk_freq dsa_indexer_skip_topk_offset
+--dsa-indexer-loss-coeff | dsa_indexer_use_sparse_loss
 --mtp-num-layers | mtp_loss_scaling_factor
 --export-num-eagle-layers | export_eagle_algorithm
 --export-draft-vocab-size | export_draft_vocab_data
@@ -66,7 +71,7 @@ _FLAGS_NEEDED = parse_table(
 --group-query-attention | num_query_groups
 --swiglu, --geglu or --quick-geglu | activation_func_clamp_value glu_linear_offset
 --multi-latent-attention | q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
-    cache_mla_latents
+    cache_mla_latents mla_latent_norm_epsilon
 --qk-clip | qk_clip_alpha qk_clip_threshold
 --multi-latent-attention or --rope-type yarn | rotary_scaling_factor mscale mscale_all_dim
 --num-experts | expert_tensor_parallel_size moe_aux_loss_coeff moe_apply_probs_on_input
