@@ -38,7 +38,7 @@ BUDGETS: dict[str, int] = {
     "core/pipeline_parallel": 7400,
     "core/quantization": 9150,
     "core/rerun": 5350,
-    "core/ssm": 10600,
+    "core/ssm": 11100,
     "core/tensor_parallel": 14540,
     "core/transformer": 63550,
     "core/virtual_ranks": 3800,
