@@ -64,7 +64,8 @@ KINDS = {
     "zero-3": (2, f"{SHARD} optim_grads_params"),
     "ramp-up": (1, "--rampup-batch-size 2 2 24 --global-batch-size 6 --train-samples 90"),
     "decoupled-lr": (
-        1, "--decoupled-lr 4e-3 --decoupled-min-lr 1e-4 --untie-embeddings-and-output-weights"
+        1, "--decoupled-lr 4e-3 --decoupled-min-lr 1e-4 --untie-embeddings-and-output-weights "
+        "--use-mup --mup-base-hidden-size 8"
     ),
     "bert": (
         2, f"--model-kind bert {DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel"

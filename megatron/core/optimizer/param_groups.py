@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from torch import nn
 
@@ -91,14 +91,36 @@ def is_matrix(name: str, param: nn.Parameter) -> bool:
 
     The weight of a router is such a matrix; position embeddings and relative biases are not.
     """
-    info = info_of(param)
+    shape = info_of(param).global_shape
+    return len(shape) == 2 and min(shape) > 1 and is_no_table(name, param)
+
+
+def is_no_table(name: str, param: nn.Parameter) -> bool:
+    """Return whether a parameter is neither an embedding, an output layer nor relative biases."""
     return (
-        len(info.global_shape) == 2
-        and min(info.global_shape) > 1
-        and not info.is_embedding_or_output
+        not info_of(param).is_embedding_or_output
         and "embedding" not in name
         and "relative_attention_bias" not in name
     )
+
+
+def mup_factors(
+    config: OptimizerConfig, name: str, param: nn.Parameter, width: float
+) -> tuple[float, float]:
+    """Return the factors of learning rate and weight decay under muP (arXiv 2203.03466, table 8).
+
+    ``width``: that of the model divided by the base model's.  Matrices of layers have a learning
+    rate of 1 / width; with SGD, all other parameters have one of width.  Orthogonal updates
+    (Muon) need none.  The product of learning rate and weight decay does not change.
+    """
+    is_in_layer = len(info_of(param).global_shape) == 2 and is_no_table(name, param)
+    if config.optimizer == "sgd":
+        factor = 1.0 if is_in_layer else width
+    elif is_in_layer and not (config.has_muon and is_matrix(name, param)):
+        factor = 1.0 / width
+    else:
+        factor = 1.0
+    return factor, 1.0 / factor
 
 
 def trainable_parameters(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -161,6 +183,8 @@ def make_param_groups(
     local_names = {p: name for chunk in model_chunks for name, p in chunk.named_parameters()}
     rules = get_standard_config_overrides(config) if overrides is None else overrides
     groups: dict[tuple[object, ...], ParamGroup] = {}
+    configs: list[Any] = [getattr(chunk, "config", None) for chunk in model_chunks]
+    width = next((c.mup_width_mult for c in configs if hasattr(c, "mup_width_mult")), 1.0)
     for name, param in trainable_parameters(model_chunks):
         own: ParamGroupOverride = {}
         for key, override in rules.items():
@@ -170,6 +194,9 @@ def make_param_groups(
             own["wd_mult"] = 0.0 if no_weight_decay_cond(name, param) else 1.0
         wd_mult = own.get("wd_mult", 1.0)
         own_lr_mult = lr_mult if scale_lr_cond is not None and scale_lr_cond(name, param) else 1.0
+        lr_factor, wd_factor = mup_factors(config, name, param, width)
+        own_lr_mult *= lr_factor
+        wd_mult *= wd_factor
         # Without a scheduler the peak learning rate applies from the first step.
         peak = own.get("max_lr", config.lr) or 0.0
         group: ParamGroup = {

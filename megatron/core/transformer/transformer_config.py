@@ -154,17 +154,46 @@ class TransformerConfig(
                 chunks = layout.virtual_pipeline_model_parallel_size
                 if chunks > 1 and self.virtual_pipeline_model_parallel_size is None:
                     self.virtual_pipeline_model_parallel_size = chunks
+        self._derive_mup()
         parts = 1 if self.is_hybrid_model else 2  # sublayers per layer that add to the residual
-        in_residual = self.init_method_std / math.sqrt(parts * max(self.num_layers, 1))
+        hidden = self.init_method_std / math.sqrt(self.mup_width_mult)
+        in_residual = hidden / math.sqrt(parts * max(self.num_layers, 1))
         std = self.embedding_init_method_std
         # `replace` passes what was derived for the config that it copies.
         if _is_derived(self.init_method):
-            self.init_method = self._initialization(self.init_method_std)
+            self.init_method = self._initialization(hidden)
         if _is_derived(self.output_layer_init_method):
             self.output_layer_init_method = self._initialization(in_residual)
         if _is_derived(self.embedding_init_method):
-            own = self.init_method if std is None else Init("normal", std, is_derived=True)
-            self.embedding_init_method = own
+            own = self.vocabulary_init_method
+            self.embedding_init_method = (
+                own if std is None else Init("normal", std, is_derived=True)
+            )
+
+    @property
+    def vocabulary_init_method(self) -> InitMethod:
+        """Initialization of an output layer, and of word embeddings without a std of their own."""
+        if self.use_mup and _is_derived(self.init_method):
+            return self._initialization(self.init_method_std)
+        return self.init_method
+
+    def _derive_mup(self) -> None:
+        """Set the multipliers of muP (arXiv 2203.03466, table 8); `mup_factors` has the others.
+
+        Output weights keep the variance and the learning rate of the base model; their input is
+        divided by the width.  So they can be tied to the embedding.
+        """
+        if not self.use_mup or not self.hidden_size:
+            return
+        self.mup_width_mult = self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
+        if self.softmax_scale is None and self.kv_channels:
+            power = self.mup_attn_scale_power
+            self.softmax_scale = (self.mup_base_head_dim or 1) ** (power - 0.5)
+            self.softmax_scale /= self.kv_channels**power
+        if self.embedding_scale is None:
+            self.embedding_scale = self.mup_embedding_mult
+        if self.output_scale is None:
+            self.output_scale = self.mup_output_mult / self.mup_width_mult
 
     def _initialization(self, std: float) -> Init:
         if self.init_method_xavier_uniform:

@@ -108,8 +108,9 @@ FORCED = (
     normalization norm_epsilon apply_layernorm_1p layer_norm_placement
     apply_residual_connection_post_layernorm
     add_bias_linear attention_dropout hidden_dropout residual_scale embedding_scale output_scale
-    final_logit_softcapping untie_embeddings_and_output_weights bert_binary_head mtp_num_layers
-    is_hybrid_model retro_chunk_length retro_encoder_layers spec
+    use_mup mup_base_hidden_size mup_base_head_dim mup_attn_scale_power mup_embedding_mult
+    mup_output_mult final_logit_softcapping untie_embeddings_and_output_weights bert_binary_head
+    mtp_num_layers is_hybrid_model retro_chunk_length retro_encoder_layers spec
     pad_vocab_in_loss tokenizer_type tiktoken_pattern vocab_extra_ids
     """.split(),
     *EXPERTS,

@@ -281,6 +281,7 @@ _FEATURES = (
            "--optimizer muon --adam-eps 1e-3 --lr 0.01 --muon-nesterov --muon-no-split-qkv"),
     _drawn("cut matrices", "muon-distributed", "--muon-tp-mode distributed", "muon", "tp",
            is_layout=True),
+    _drawn("width", "mup", "--use-mup --mup-base-hidden-size 8 --mup-output-mult 2"),
     _drawn("state", "moments-in-16-bits", "--use-precision-aware-optimizer "
            "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp16", "adam"),
     _drawn("state", "moments-in-8-bits", "--use-precision-aware-optimizer "

@@ -109,7 +109,8 @@ def group_of(name: str, num_dims: int, arguments: Arguments) -> tuple[float, boo
 
 def sort_of(group: StateDict) -> tuple[float, bool]:
     """Return what `group_of` returns for the parameters of ``group``."""
-    return float(group.get("wd_mult", 1.0)), bool(group.get("is_decoupled_lr"))
+    decays = 0.0 if group.get("wd_mult", 1.0) == 0.0 else 1.0  # muP has other factors than 1
+    return decays, bool(group.get("is_decoupled_lr"))
 
 
 def numbered_groups(

@@ -86,6 +86,36 @@ class BaseConfig:
         None,
         "Multiplier of the output layer's input; 0 means 1/sqrt(hidden size).",
     )
+    use_mup: bool = _network(
+        False,
+        "Maximal update parametrization (muP): scale initialization, learning rates, attention and "
+        "logits by the width, so that a learning rate found at --mup-base-hidden-size stays best.",
+    )
+    mup_base_hidden_size: int | None = _network(
+        None,
+        "Hidden size at which --use-mup scales nothing by the width; --hidden-size if not given.",
+        at_least=1,
+    )
+    mup_width_mult: float = _network(
+        1.0,
+        "Hidden size divided by --mup-base-hidden-size.",
+        ignored="it is --hidden-size divided by --mup-base-hidden-size",
+    )
+    mup_base_head_dim: float | None = _network(
+        None,
+        "Head dimension d0 of the base model of --use-mup: attention scores are multiplied by "
+        "d0^(p-0.5) / d^p, with p from --mup-attn-scale-power; by 1 / d^p if not given.",
+    )
+    mup_attn_scale_power: float = _network(
+        1.0, "Power p of the head dimension d by which --use-mup divides attention scores."
+    )
+    mup_embedding_mult: float = _network(
+        1.0, "Multiplier of the word embeddings with --use-mup, the same at all widths."
+    )
+    mup_output_mult: float = _network(
+        1.0,
+        "Multiplier of the logits with --use-mup, besides 1 / (hidden size / base hidden size).",
+    )
     final_logit_softcapping: float | None = _network(
         None, "Soft-cap the output logits to plus or minus this value (tanh)."
     )

@@ -84,6 +84,19 @@ _ARCHITECTURE = rules(
         },
     ),
     where(
+        "--use-mup",
+        {
+            "--use-mup and {found} exclude each other: the scaling of its weights with the width "
+            "is not defined; keep one": (
+                "--multi-latent-attention --init-method-xavier-uniform "
+                "--experimental-attention-variant --heterogeneous-layers-config-path"
+            ),
+            "{found}: a number greater than 0 is needed": given(
+                "--mup-base-head-dim --mup-embedding-mult --mup-output-mult", lambda size: size <= 0
+            ),
+        },
+    ),
+    where(
         "--qk-clip",
         {
             "--qk-clip and {found} exclude each other: attention logits then do not follow the "

@@ -73,6 +73,8 @@ _FLAGS_NEEDED = parse_table(
 --multi-latent-attention | q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     cache_mla_latents mla_latent_norm_epsilon
 --qk-clip | qk_clip_alpha qk_clip_threshold
+--use-mup | mup_base_hidden_size mup_base_head_dim mup_attn_scale_power mup_embedding_mult
+    mup_output_mult
 --multi-latent-attention or --rope-type yarn | rotary_scaling_factor mscale mscale_all_dim
 --num-experts | expert_tensor_parallel_size moe_aux_loss_coeff moe_apply_probs_on_input
     moe_enable_deepep moe_expert_capacity_factor moe_ffn_hidden_size moe_input_jitter_eps

@@ -280,6 +280,29 @@ _OPTIMIZER = rules(
         },
     ),
     where(
+        "--use-mup",
+        {
+            "--use-mup with {kind.title}: the widths of its parts do not grow together; use "
+            "pretrain_gpt.py": lambda c: c.model_kind != "gpt",
+            "--use-mup and {found} exclude each other: --use-mup sets the same scale; keep "
+            "one": lambda c: [
+                f"--{name.replace('_', '-')}"
+                for name in ("softmax_scale", "embedding_scale", "output_scale")
+                if c.asked[name] is not None
+            ],
+            "--use-mup and {found} exclude each other: the width of adapters does not grow with "
+            "the model's; keep one": "--lora-rank",
+            "--use-mup with {--optimizer} and {--muon-scale-mode}: the update would grow with the "
+            "square root of the width; use --muon-scale-mode unit_rms_norm": lambda c: (
+                c.has_muon and c.muon_scale_mode == "spectral"
+            ),
+            "--use-mup with --optimizer sgd and {--num-experts}: routers would need a learning "
+            "rate of their own; use --optimizer adam": lambda c: (
+                c.optimizer == "sgd" and c.num_moe_experts
+            ),
+        },
+    ),
+    where(
         "--qk-clip",
         {
             "--qk-clip and {found} exclude each other: it scales complete updated weights on the "

@@ -192,7 +192,9 @@ class LanguageModule(MegatronModule):
             self.config.hidden_size,
             self.vocab_size,
             config=self.config,
-            init_method=self.config.embedding_init_method if is_tied else self.config.init_method,
+            init_method=(
+                self.config.embedding_init_method if is_tied else self.config.vocabulary_init_method
+            ),
             tp_group=self.tp_group,
             bias=bias,
             skip_weight_param_allocation=is_tied and self.has_embedding,
