@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.post_training.rl import trainer
 from megatron.post_training.rl.generate import generate_round
+from megatron.post_training.rl.trainer import rollout_options
+from megatron.training.config.run import RunConfig
 from tests.support import selection
 from tests.support.ranks import run_ranks
 from tests.support.rl_environments import Echo
@@ -129,6 +133,57 @@ def test_experts_train_alike_with_and_without_padding(tmp_path: Path) -> None:
     found = run_rl(tmp_path / "layout", *experts, *flags.split(), world_size=2)
     assert "load_balancing_loss" in alone[0]
     compare(found, alone)
+
+
+def train_with_int8_rollouts(rank: int, world_size: int, argv: list[str]) -> None:
+    def options(config: RunConfig) -> EngineOptions:
+        return replace(rollout_options(config), weights="int8")
+
+    with mock.patch.object(trainer, "rollout_options", options):
+        train_rl(rank, world_size, argv)
+
+
+REPLAY = (
+    "--num-experts 64 --moe-router-topk 4 --disable-bias-linear "
+    "--moe-ffn-hidden-size 16 --moe-layer-freq [0,1] --grpo-iterations 2 "
+    "--train-iters 2 --init-method-std 0.3 --moe-enable-routing-replay"
+).split()
+REPLAY_LAYOUTS = {
+    "tp2 sp pp2, recomputed": (
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--rl-inference-tensor-model-parallel-size 1 --rl-inference-pipeline-model-parallel-size 1",
+    ),
+    "cp2 ep2": (
+        2,
+        "--context-parallel-size 2 --expert-model-parallel-size 2 "
+        "--rl-inference-pipeline-model-parallel-size 2 --rl-inference-expert-model-parallel-size 1",
+    ),
+}
+
+
+@pytest.mark.feature("RL: --moe-enable-routing-replay trains on the experts of the rollouts")
+def test_experts_of_rollouts_are_replayed_in_every_layout(
+    tmp_path: Path,
+) -> None:
+    runs = {"replayed": (1, ""), **REPLAY_LAYOUTS, "free": (1, "")}
+    found = {}
+    for name, (world_size, flags) in runs.items():
+        words = [*REPLAY, *flags.split()]
+        if name == "free":
+            words.remove("--moe-enable-routing-replay")
+        found[name] = run_rl(
+            tmp_path / name, *words, world_size=world_size, program=train_with_int8_rollouts
+        )
+    wanted = found["replayed"]
+    differences = [sum(line["sampling difference"] for line in lines) for lines in found.values()]
+    assert differences[0] < 0.8 * differences[-1]
+    assert differences[:-1] == pytest.approx([differences[0]] * 3, rel=1e-2)
+    for name in REPLAY_LAYOUTS:
+        for line, other in zip(numbers(found[name]), numbers(wanted), strict=True):
+            for key in ("grpo loss", "grad-norm", "entropy", "reward"):
+                assert line[key] == pytest.approx(other[key], rel=1e-3, abs=2e-5), (name, key)
 
 
 @pytest.mark.feature("RL: a run goes on inside of a round with the same numbers")
@@ -257,7 +312,7 @@ def test_the_engine_has_the_weights_of_training(tmp_path: Path) -> None:
 @pytest.mark.feature("RL: adapters are trained with their base as the reference policy")
 def test_adapters_train_alike_in_every_layout(pretrained: Path, tmp_path: Path) -> None:
     adapters = "--lora-rank 4 --lora-target-modules all-linear word_embeddings"
-    flags = f"--load {pretrained} {adapters} --grpo-kl-beta 0.1 --lr 0.05 --min-lr 0.05".split()
+    flags = f"--load {pretrained} {adapters} --lr 0.05 --min-lr 0.05".split()
     save = ["--save", str(tmp_path / "saved"), "--exit-interval", "3"]
     first = run_rl(tmp_path / "first", *flags, *save)
     assert first[0]["kl"] == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,15 +29,23 @@ ECHO = [{"agent_type": "tests.support.rl_environments:Echo"}]
 
 
 def run_rl(
-    folder: Path, *flags: str, world_size: int = 1, env: object = None, **options: Any
+    folder: Path,
+    *flags: str,
+    world_size: int = 1,
+    env: object = None,
+    program: Callable[..., None] | None = None,
+    **options: Any,
 ) -> list[dict[str, Any]]:
-    """Train on ``world_size`` ranks; return the metrics of the run, one dict per line."""
+    """Train on ``world_size`` ranks; return the metrics of the run, one dict per line.
+
+    ``program``: of each rank, `train_rl` by default.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     metrics = folder / "metrics.jsonl"
     environments = folder / "environments.yaml"
     environments.write_text(json.dumps(env or ECHO))  # JSON is YAML
     argv = [*TINY, "--langrl-env-config", str(environments), "--metrics-file", str(metrics)]
-    run_ranks(train_rl, world_size, [*argv, *flags], **options)
+    run_ranks(program or train_rl, world_size, [*argv, *flags], **options)
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 

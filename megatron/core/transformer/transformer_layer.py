@@ -248,13 +248,15 @@ class TransformerLayer(ResidualLayer):
         *args: Any,
         defers_sum: bool = False,
         padding_mask: Tensor | None = None,
+        expert_routes: Tensor | None = None,
         **more: Any,
     ) -> tuple[Stream, Tensor | None]:
         """Run the layer: [s, b, h] -> [s, b, h], and ``context`` unchanged.
 
         ``context`` [k, b, h]: the sequence that cross attention attends to.  ``padding_mask``
-        [b, s]: True for this rank's tokens that no expert computes.  ``more``: further arguments
-        of `add_attention`.  With ``defers_sum`` the caller takes a `PendingSum` too.
+        [b, s]: True for this rank's tokens that no expert computes.  ``expert_routes``
+        [b, s, layers of the model, k]: experts to replay, see `RouterReplay`.  ``more``: further
+        arguments of `add_attention`.  With ``defers_sum`` the caller takes a `PendingSum` too.
         """
         if self._has_own_parts():
             attend: Callable[..., tuple[Any, ...]] = self._forward_attention
@@ -266,7 +268,8 @@ class TransformerLayer(ResidualLayer):
             masks: dict[str, Any] = {} if padding_mask is None else {"padding_mask": padding_mask}
             return self._forward_mlp(states, *others, **masks), context
         attended = self.add_attention(hidden_states, attention_mask, context, *args, **more)
-        output = self.add_mlp(attended, padding_mask, more.get("packed_seq_params"))
+        packed = more.get("packed_seq_params")
+        output = self.add_mlp(attended, padding_mask, packed, expert_routes)
         return output if defers_sum else summed(output), context
 
     def _forward_attention(
@@ -357,12 +360,15 @@ class TransformerLayer(ResidualLayer):
         hidden_states: Stream,
         padding_mask: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        expert_routes: Tensor | None = None,
     ) -> Stream:
         """Run the MLP or MoE, the last sublayer of `forward`."""
         norms = self.pre_mlp_layernorm, getattr(self, "post_mlp_layernorm", None)
         mlp: Callable[..., Any] = self.mlp
         if isinstance(mlp, MoELayer) and packed_seq_params is not None and mlp.depends_on_order:
             mlp = partial(mlp, packed_seq_params=packed_seq_params)
+        if isinstance(self.mlp, MoELayer) and expert_routes is not None:
+            mlp = partial(mlp, expert_routes=expert_routes[:, :, self.layer_number - 1])
         run = partial(checkpoint, mlp, False) if self.recompute_mlp and self.training else mlp
         has_mask = padding_mask is not None and isinstance(self.mlp, MoELayer)
         masks = (padding_mask,) if has_mask else ()
@@ -376,11 +382,20 @@ class TransformerLayer(ResidualLayer):
         if self._has_own_parts() or not has_attention:
             return super().capture_parts(whole=False)
 
-        def attend(x: Tensor, *, padding_mask: Tensor | None = None, **shared: Any) -> Tensor:
-            return summed(self.add_attention(x, **shared))
+        def attend(x: Tensor, **shared: Any) -> Tensor:
+            of_mlp = "padding_mask", "expert_routes"
+            return summed(
+                self.add_attention(x, **{k: v for k, v in shared.items() if k not in of_mlp})
+            )
 
-        def compute(x: Tensor, *, padding_mask: Tensor | None = None, **_: object) -> Tensor:
-            return summed(self.add_mlp(x, padding_mask))
+        def compute(
+            x: Tensor,
+            *,
+            padding_mask: Tensor | None = None,
+            expert_routes: Tensor | None = None,
+            **_: object,
+        ) -> Tensor:
+            return summed(self.add_mlp(x, padding_mask, expert_routes=expert_routes))
 
         return attend, compute
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import torch
@@ -23,7 +23,14 @@ from megatron.core.inference.paged_engine.request import Request, RequestOutput
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.parallel.collectives import broadcast_json
 from megatron.post_training.rl.environment import Environments, FileEnvironment, Task
-from megatron.post_training.rl.rounds import Rollouts, from_json, num_rollouts, to_json
+from megatron.post_training.rl.rounds import (
+    Rollouts,
+    array_to_json,
+    from_json,
+    num_rollouts,
+    tensor_from_json,
+    to_json,
+)
 from megatron.training.config.run import RunConfig
 from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
@@ -39,6 +46,7 @@ class Answer:
     is_finished: bool = False
     is_done: bool = False  # it has ended, or is as long as it may be
     reward: float = 0.0
+    routes: JsonObject | None = None  # experts of the tokens, with --moe-enable-routing-replay
 
 
 @dataclass(frozen=True)
@@ -181,6 +189,8 @@ def _take(output: RequestOutput, found: dict[str, Answer]) -> None:
     answer.log_probs += [t.log_prob for t in output.new]
     answer.is_finished = output.finish_reason == "stop"
     answer.is_done = output.finish_reason is not None
+    if output.routes is not None:
+        answer.routes = array_to_json(output.routes)
 
 
 def _reward(source: PromptSource, tasks: Sequence[Task], answers: Sequence[Answer]) -> None:
@@ -211,6 +221,14 @@ def _build_rollouts(config: RunConfig, answers: Sequence[Answer]) -> Rollouts:
         rollouts.tokens[i, :end] = torch.tensor(answer.prompt + answer.tokens)
         rollouts.bounds[i] = torch.tensor([begin, end])
         rollouts.sampled_log_probs[i, begin - 1 : end - 1] = torch.tensor(answer.log_probs)
+    m = config.model
+    if m.moe_enable_routing_replay:
+        routes = torch.full((*shape, m.num_layers, m.moe_router_topk), -1, dtype=torch.int16)
+        for row, answer in zip(routes, answers, strict=True):
+            assert answer.routes is not None, "the engine has recorded them"
+            found = tensor_from_json(answer.routes)
+            row[: len(found)] = found
+        rollouts = replace(rollouts, routes=routes)
     return rollouts
 
 

@@ -56,12 +56,21 @@ def grpo_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
         "position_ids": ids if is_first or is_last else None,
         "labels": ids if is_last else None,
         "is_padding": TensorSpec(torch.bool, shape) if has_experts else None,
+        "routes": _routes_spec(config),
         "weights": values,
         "advantages": values,
         "sampled_log_probs": values,
         "old_log_probs": values if needs_old_log_probs(config) else None,
         "reference_log_probs": values if config.rl.grpo_kl_beta else None,
     }
+
+
+def _routes_spec(config: RunConfig) -> TensorSpec | None:
+    m = config.model
+    if not m.moe_enable_routing_replay:
+        return None
+    shape = config.training.micro_batch_size, config.data.seq_length
+    return TensorSpec(torch.int32, (*shape, m.num_layers, m.moe_router_topk))
 
 
 def needs_old_log_probs(config: RunConfig) -> bool:

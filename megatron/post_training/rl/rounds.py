@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -40,6 +41,12 @@ class Rollouts:
     is_finished: Tensor  # [n] bool: the answer has ended before the longest possible one
     old_log_probs: Tensor | None = None  # [n, s] fp32, under the weights that generated the answers
     reference_log_probs: Tensor | None = None
+    routes: Tensor | None = None  # [n, s, layers, k] int16: experts of generation, -1: no choice
+
+    def without_routes(self) -> Rollouts:
+        """Return the rollouts, whose tokens choose their experts themselves."""
+        routes = None if self.routes is None else torch.full_like(self.routes, -1)
+        return replace(self, routes=routes)
 
     @property
     def is_answer(self) -> Tensor:
@@ -122,6 +129,8 @@ def step_batches(
     for name in ("old_log_probs", "reference_log_probs"):
         if (values := getattr(rollouts, name)) is not None:
             every[name] = values[index]
+    if rollouts.routes is not None:
+        every["routes"] = rollouts.routes[index].int()  # NCCL sends no int16
     starts = range(dp_rank * size, len(index), size * config.data_parallel_size)
     return [
         {
@@ -163,18 +172,19 @@ def step_index(config: RunConfig, seed: int, number: int, consumed: int, size: i
 
 def to_json(rollouts: Rollouts) -> JsonObject:
     """Return rollouts as JSON: for other ranks, and for a checkpoint inside of the round."""
-    packed = {}
-    for name, tensor in _tensors(rollouts).items():
-        array = tensor.numpy()
-        data = base64.b64encode(zlib.compress(array.tobytes(), 1)).decode("ascii")
-        packed[name] = {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
-    return packed
+    return {name: array_to_json(t.numpy()) for name, t in _tensors(rollouts).items()}
+
+
+def array_to_json(array: npt.NDArray[Any]) -> JsonObject:
+    """Return an array as JSON: compressed base64."""
+    data = base64.b64encode(zlib.compress(array.tobytes(), 1)).decode("ascii")
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
 
 
 def from_json(saved: JsonObject, config: RunConfig) -> Rollouts:
     """Return the rollouts of `to_json`.  Raises CheckpointError if they are of another shape."""
     try:
-        rollouts = Rollouts(**{name: _unpack(entry) for name, entry in saved.items()})
+        rollouts = Rollouts(**{name: tensor_from_json(entry) for name, entry in saved.items()})
     except (KeyError, TypeError, ValueError, zlib.error) as error:
         raise CheckpointError(
             f"the checkpoint holds rollouts that cannot be read ({error!r}): load another one"
@@ -196,6 +206,7 @@ def _tensors(rollouts: Rollouts) -> dict[str, Tensor]:
     return {name: value for name, value in vars(rollouts).items() if value is not None}
 
 
-def _unpack(entry: Mapping[str, Any]) -> Tensor:
+def tensor_from_json(entry: Mapping[str, Any]) -> Tensor:
+    """Return the array of `array_to_json` as a tensor."""
     array = np.frombuffer(zlib.decompress(base64.b64decode(entry["data"])), entry["dtype"])
     return torch.from_numpy(array.reshape(entry["shape"]).copy())

@@ -160,8 +160,9 @@ class RolloutTraining(Callback):
         if needs_old_log_probs(run.config):
             rollouts = replace(rollouts, old_log_probs=round_log_probs(run, rollouts))
         if self._reference is not None:
+            free = rollouts.without_routes()  # the reference policy chooses its own experts
             with self._reference.in_model(run):
-                rollouts = replace(rollouts, reference_log_probs=round_log_probs(run, rollouts))
+                rollouts = replace(rollouts, reference_log_probs=round_log_probs(run, free))
         return rollouts
 
     def _hold(self, number: int, rollouts: Rollouts) -> None:
@@ -243,4 +244,5 @@ def rollout_options(config: RunConfig) -> EngineOptions:
         max_waiting=max((rl.grpo_prompts_per_step + rl.num_prompts_ahead) * rl.grpo_group_size, 1),
         log_interval=config.inference.inference_logging_step_interval,
         batch_invariant=config.model.batch_invariant_mode,
+        records_routes=config.model.moe_enable_routing_replay,
     )

@@ -152,16 +152,20 @@ def apply_sft(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def apply_rows(model: nn.Module, batch: Batch, **arguments: Any) -> Tensor:
-    """Run one stage on the rows of ``batch``; experts leave out their padding."""
-    is_padding = batch["is_padding"]
-    if is_padding is not None and get_attr_wrapped_model(model, "config").sequence_parallel:
+    """Run one stage on the rows of ``batch``; experts leave out their padding.
+
+    ``routes`` of a batch [b, s, layers, k]: experts to replay, see `RouterReplay`.
+    """
+    found = {"padding_mask": batch["is_padding"], "expert_routes": batch.get("routes")}
+    of_experts = {name: values for name, values in found.items() if values is not None}
+    if of_experts and get_attr_wrapped_model(model, "config").sequence_parallel:
         tp = get_attr_wrapped_model(model, "pg_collection").tp
-        is_padding = is_padding.chunk(tp.size(), 1)[tp.rank()]
+        of_experts = {name: x.chunk(tp.size(), 1)[tp.rank()] for name, x in of_experts.items()}
     output: Tensor = model(
         batch["tokens"],
         batch["position_ids"],
         None,
-        extra_block_kwargs=None if is_padding is None else {"padding_mask": is_padding},
+        extra_block_kwargs=of_experts or None,
         **arguments,
     )
     return output

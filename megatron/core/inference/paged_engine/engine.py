@@ -141,8 +141,10 @@ class Engine:
             num_reserved_pages=int(num_pages * options.guaranteed_fraction),
         )
         longest_short = model.config.longrope_original_max_position_embeddings
+        c = model.config
+        of_routes = (c.num_layers, c.moe_router_topk) if options.records_routes else None
         self._pools = [
-            PagePool(num_pages, self._page_size, num_draft_layers, longest_short)
+            PagePool(num_pages, self._page_size, num_draft_layers, longest_short, of_routes)
             for _ in range(num_replicas)
         ]
         in_lane = slots // self._num_lanes
@@ -388,9 +390,18 @@ class Engine:
             if (replica, lane) not in self._flights:
                 continue
             plan, result = self._flights.pop((replica, lane))
-            if result is None and plan.num_outputs:
-                sampler = self._rank(dp=replica, pp=self._num_lanes - 1, tp=0)
-                result = StepOutput.from_array(self._channel.receive(sampler))
+            for stage in range(self._num_lanes):
+                # Each stage sends its routes; without them only the last one has a result.
+                is_last = stage == self._num_lanes - 1
+                sender = self._rank(dp=replica, pp=stage, tp=0)
+                if sender == self._channel.root or not (
+                    self.options.records_routes or (is_last and plan.num_outputs)
+                ):
+                    continue
+                found = StepOutput.from_array(self._channel.receive(sender))
+                if result is not None:
+                    found = found._replace(routes=found.routes + result.routes)
+                result = found
             if plan is not self._idle:
                 outputs += self._schedulers[replica, lane].record(plan, result or StepOutput())
         for output in outputs:
@@ -462,7 +473,7 @@ class Engine:
                 self._runner.adapters.drop(int(message[1]))
                 continue
             result = self._runner.execute(StepPlan.from_array(message[1:]))
-            if result is not None and len(result.tokens):
+            if result is not None and (len(result.tokens) or len(result.routes)):
                 self._channel.send(result.to_array(), self._channel.root)
 
     # ---- set-up ------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ class EngineOptions:
     batch_invariant: bool = False
     kv_cache: KVFormat = "auto"
     num_cuda_graphs: int = 16  # numbers of requests whose decoding is captured; -1: all
+    records_routes: bool = False  # of MoE models whose routers have a `RouterReplay`
     log_interval: int = 0  # steps between lines of the log; 0: none
     # Types of the convolution's last inputs and of the states of Mamba layers; None: as computed.
     state_dtypes: tuple[str | None, str | None] = (None, None)

@@ -14,6 +14,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from megatron.core.inference.paged_engine.request import Routes
 from megatron.core.inference.paged_engine.step_plan import Integers
 
 
@@ -23,6 +24,8 @@ class PagePool:
     Lanes share one pool.  Digests belong to ``weight_version``, the version of the weights.
     ``num_ahead``: the content of a page depends on so many tokens after its last one.
     ``longest_short``: longest sequence with the short frequencies of LongRoPE, None without it.
+    ``routes`` [pages, page_size, layers, k]: the experts of the tokens in pages, for a model whose
+    choices are recorded: they are shared, copied and forgotten as the keys are.
     """
 
     def __init__(
@@ -31,12 +34,17 @@ class PagePool:
         page_size: int,
         num_ahead: int = 0,
         longest_short: int | None = None,
+        of_routes: tuple[int, int] | None = None,
     ) -> None:
+        """``of_routes``: layers and k of the ``routes``."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_ahead = num_ahead
         self.longest_short = longest_short
         self.weight_version = 0
+        self.routes: Routes | None = None
+        if of_routes is not None:
+            self.routes = np.zeros((num_pages, page_size, *of_routes), np.int16)
         self._num_users = [0] * num_pages
         self._empty = list(range(num_pages - 1, -1, -1))  # free, without a digest
         self._kept: OrderedDict[int, None] = OrderedDict()  # free, with one; oldest release first
@@ -84,6 +92,11 @@ class PagePool:
                 self._kept[page] = None
             else:
                 self._empty.append(page)
+
+    def places(self, pages: Integers, first: int, end: int) -> tuple[Integers, Integers]:
+        """Return the pages, and the places in them, of positions ``first`` to ``end - 1``."""
+        numbers, places = np.divmod(np.arange(first, end), self.page_size)
+        return pages[numbers], places
 
     def keep(self, page: int, digest: bytes) -> None:
         """Make a full page in use findable by ``digest``, unless another page already is."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 Pooling: TypeAlias = Literal["last", "mean"]
 Vector: TypeAlias = npt.NDArray[np.float32]
+Routes: TypeAlias = npt.NDArray[np.int16]
 Ids: TypeAlias = npt.NDArray[np.int64]
 
 FIRST_ID = 1 << 62
@@ -165,7 +166,8 @@ class RequestOutput(NamedTuple):
     ``beams``: all texts of a beam search, best first; they and ``new``, the best one's tokens,
     come when the search has ended.  ``error``: why it ended, with the reason "error";
     ``error_param``: the field of the request to change, if the request is the cause.  ``vector``:
-    what ``pooling`` asks for, see `vector_of`.
+    what ``pooling`` asks for, see `vector_of`.  ``routes`` [n, layers, k]: the experts of the
+    n processed tokens, all but the last, when the request has ended, if the engine records them.
     """
 
     request_id: str
@@ -178,6 +180,7 @@ class RequestOutput(NamedTuple):
     beams: tuple[Beam, ...] = ()
     error_param: str | None = None
     vector: str = ""
+    routes: Routes | None = None
 
     @staticmethod
     def from_json(found: Sequence[Any]) -> RequestOutput:

@@ -36,11 +36,14 @@ from megatron.core.inference.paged_engine.step_plan import (
     NO_VECTOR,
     Admission,
     Floats,
+    Integers,
     StepOutput,
     StepPlan,
 )
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -139,6 +142,14 @@ class ModelRunner:
         self._images: ImageStore | None = None
         if model.encode_images is not None:
             self._images = ImageStore(model.encode_images, model.device)
+        self._routers: list[TopKRouter] = []
+        if options.records_routes:
+            decoder = get_attr_wrapped_model(model.module, "decoder")
+            self._routers = [m for m in decoder.modules() if isinstance(m, TopKRouter)]
+            for router in self._routers:
+                assert router.router_replay is not None, "--moe-enable-routing-replay sets it"
+                router.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
+        self._records = options.records_routes and model.groups.tp.rank() == 0
         self._num_steps = 0
         self._sent: tuple[dist.Work, Tensor] | None = None  # the tensor lives until it is sent
         c = model.config
@@ -189,12 +200,26 @@ class ModelRunner:
             result = self._sampler.sample(out[0, :, :num_logits], plan)
             if view is not None:
                 result = result._replace(vectors=self._pooler.vectors(plan, view.hidden))
+        if self._records:
+            result = (result or StepOutput())._replace(routes=self._routes(plan))
         if self._draft_model is not None:
             sampled = None if result is None else result.tokens
             assert view is not None, "a model that drafts has no graphs"
             drafts = self._draft_model.draft(plan, view, sampled, self._slots)
             result = None if result is None else result._replace(drafts=drafts)
         return result
+
+    def _routes(self, plan: StepPlan) -> Integers:
+        """Return the experts [N, layers, k] of the rows of a step, in layers of this stage."""
+        c = self.model.config
+        num_rows = sum(len(segment.tokens) for segment in plan.segments)
+        found = torch.zeros(num_rows, c.num_layers, c.moe_router_topk, dtype=torch.int64)
+        for router in self._routers:
+            assert router.router_replay is not None, "it records"
+            experts = router.router_replay.get_recorded_indices()
+            assert experts is not None, "the layer has run"
+            found[:, router.layer_number - 1] = experts[:num_rows].to(found.device)
+        return found.numpy()
 
     def release(self) -> None:
         """Free what belongs to the weights of now: graphs, and embeddings of images.

@@ -29,6 +29,7 @@ from megatron.core.inference.paged_engine.request import (
     Request,
     RequestError,
     RequestOutput,
+    Routes,
     TokenOutput,
     check_beam,
     check_grammar,
@@ -191,12 +192,16 @@ class RequestScheduler:
         every = map(TokenOutput, output.tokens.tolist(), output.log_probs.tolist(), tops)
         offered: Iterable[list[int]] = output.drafts.tolist() or repeat([])
         vectors = iter(output.vectors)
+        routes = iter(output.routes)
         outputs = []
         for state, segment, drafts in zip(step.states, plan.segments, offered, strict=False):
             rows = list(islice(every, len(segment.targets)))
             has_vector = state.request.pooling is not None and len(rows) > 0
             vector = next(vectors) if has_vector else NO_VECTOR
             state.is_in_flight = False
+            if self.pool.routes is not None:
+                where = self.pool.places(segment.pages, segment.start, segment.num_keys)
+                self.pool.routes[where] = [*islice(routes, len(segment.tokens))]
             if state.is_ended:
                 self._free(state)
             elif found := self._record_rows(state, segment, rows, drafts, step.weight_version):
@@ -245,6 +250,8 @@ class RequestScheduler:
         assert more is not None, "pages were counted wrongly"
         if len(full) < len(pages):  # this request writes to the rest of that page
             step.plan.copies.append((pages[len(full)], more[0]))
+            if self.pool.routes is not None:
+                self.pool.routes[more[0]] = self.pool.routes[pages[len(full)]]
         del self._waiting[0]
         state.pages = GrowingInts((*full, *more))
         state.num_cached = num_tokens
@@ -430,7 +437,11 @@ class RequestScheduler:
                 return None
             new = beams[0].tokens
             reason = beams[0].finish_reason
+        routes: Routes | None = None
         if reason is not None:
+            if self.pool.routes is not None:
+                where = self.pool.places(state.pages.view(), 0, state.num_cached)
+                routes = self.pool.routes[where]
             self._end(state)
         scores = tuple(state.scores)
         state.scores = []
@@ -443,6 +454,7 @@ class RequestScheduler:
             state.num_cached_prompt_tokens or 0,
             weight_version,
             *(error, beams, param),
+            routes=routes,
         )
 
     def _accept(

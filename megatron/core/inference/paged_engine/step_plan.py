@@ -184,7 +184,8 @@ class StepOutput(NamedTuple):
     ``top_tokens`` and ``top_log_probs`` [r, n]: the most likely tokens, best first; n is the
     largest number that a request of the step asks for.  ``drafts`` [segments, d]: of MTP layers,
     after the sampled token of a segment; `NO_TOKEN` after its last draft.  ``vectors`` [p, h]: of
-    the requests with ``pooling`` that end with this step.
+    the requests with ``pooling`` that end with this step.  ``routes`` [N, layers, k]: experts of
+    all rows of the plan, if the engine records them; 0 in layers of other stages.
     """
 
     tokens: Integers = NO_INTEGERS
@@ -193,19 +194,24 @@ class StepOutput(NamedTuple):
     top_log_probs: Floats = NO_INTEGERS.reshape(0, 0).astype(np.float32)
     drafts: Integers = NO_INTEGERS.reshape(0, 0)
     vectors: Floats = NO_INTEGERS.reshape(0, 0).astype(np.float32)
+    routes: Integers = NO_INTEGERS.reshape(0, 0, 0)
 
     def to_array(self) -> Integers:
         """Return the output as one array; log-probabilities as the bits of float64."""
         floats = (self.log_probs, self.top_log_probs, self.vectors)
         bits = (x.astype(np.float64).ravel().view(np.int64) for x in floats)
-        shapes = (self.top_tokens.shape, self.drafts.shape, self.vectors.shape)
-        return pack([*shapes, self.tokens, self.top_tokens.ravel(), self.drafts.ravel(), *bits])
+        tables = (self.top_tokens, self.drafts, self.routes)
+        shapes = (x.shape for x in (*tables, self.vectors))
+        return pack([*shapes, self.tokens, *(x.ravel() for x in tables), *bits])
 
     @staticmethod
     def from_array(array: Integers) -> StepOutput:
         """Return the output that `to_array` wrote."""
-        top_shape, drafts_shape, vectors_shape, tokens, top_tokens, drafts, *bits = unpack(array)
-        log_probs, top_log_probs, vectors = (x.view(np.float64).astype(np.float32) for x in bits)
+        *shapes, tokens, top_tokens, drafts, routes, a, b, c = unpack(array)
+        top_shape, drafts_shape, routes_shape, vectors_shape = shapes
+        log_probs, top_log_probs, vectors = (
+            x.view(np.float64).astype(np.float32) for x in (a, b, c)
+        )
         return StepOutput(
             tokens,
             log_probs,
@@ -213,6 +219,7 @@ class StepOutput(NamedTuple):
             top_log_probs.reshape(top_shape),
             drafts.reshape(drafts_shape),
             vectors.reshape(vectors_shape),
+            routes.reshape(routes_shape),
         )
 
 

@@ -107,7 +107,12 @@ class MoEConfig:
     moe_router_force_load_balancing: bool = _moe(
         False, "Route tokens at random, to benchmark with balanced load."
     )
-    moe_enable_routing_replay: bool = False  # routers have a `RouterReplay`
+    moe_enable_routing_replay: bool = _moe(
+        False,
+        "Train each token of a rollout on the experts that computed it in generation, for "
+        "pretrain_rl.py; the weights of the experts follow from the logits of training. The "
+        "reference policy and the last token of an answer choose their own experts.",
+    )
     moe_router_padding_for_fp8: bool = _moe(
         False,
         "Pad the tokens of each expert to the multiple that fp8 GEMMs need.",

@@ -146,10 +146,10 @@ class MoELayer(BaseMoELayer):
         """Compute [s, b, h] -> ([s, b, h], None); None stands for the unadded bias of an MLP.
 
         ``padding_mask`` [b, s]: True for tokens that visit no expert; see `TopKRouter`.  ``more``:
-        packed_seq_params, where the layer `depends_on_order`.  Collective over tp_ep (the
-        dispatcher), and over tp_cp where the router counts tokens.  Raises ConfigError in training
-        with tensor parallelism alone, whose ranks route the same tokens and count their gradients
-        several times.
+        packed_seq_params, where the layer `depends_on_order`, and expert_routes to replay; see
+        `TopKRouter.forward`.  Collective over tp_ep (the dispatcher), and over tp_cp where the
+        router counts tokens.  Raises ConfigError in training with tensor parallelism alone, whose
+        ranks route the same tokens and count their gradients several times.
         """
         is_replicated = self.has_tensor_ranks and not self.config.sequence_parallel
         if is_replicated and self.training and torch.is_grad_enabled():

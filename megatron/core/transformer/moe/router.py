@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +132,8 @@ class TopKRouter(MegatronModule):
 
         ``padding_mask`` [b, s] is True for padding, which visits no expert and is not counted by
         capacity, Sinkhorn and auxiliary losses.  ``more``: packed_seq_params, if routing
-        `depends_on_order`.  Collective as described at the top of this file.
+        `depends_on_order`; expert_routes [b, s, k] to replay, see `RouterReplay.choose`.
+        Collective as described at the top of this file.
         """
         masks = () if padding_mask is None else (padding_mask,)
         return self.routing(self.gating(self.apply_input_jitter(input)), *masks, **more)
@@ -150,6 +151,7 @@ class TopKRouter(MegatronModule):
         logits: Tensor,
         padding_mask: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        expert_routes: Tensor | None = None,
     ) -> RoutingResult:
         """Choose experts and attach the auxiliary losses: logits [s, b, E]; see `forward`."""
         lengths = None if packed_seq_params is None else packed_seq_params.lengths
@@ -171,7 +173,8 @@ class TopKRouter(MegatronModule):
             weights = arithmetic.weights_of(logits, experts, self.rule)
             routing = RoutingResult(experts, weights, self.num_experts)
         elif self.router_replay is not None:
-            chooses = self.router_replay.choose
+            given = None if expert_routes is None else expert_routes.transpose(0, 1).flatten(0, 1)
+            chooses = partial(self.router_replay.choose, given=given)
             routing = arithmetic.route(logits, self.rule, self.expert_bias, chooses)
         else:
             route = arithmetic.route_fused if self.config.moe_router_fusion else arithmetic.route

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from megatron.core.transformer.moe.routing import best
@@ -57,14 +58,19 @@ class RouterReplay:
         """Set the action of this router; None: choose without recording."""
         self.router_replay_action = router_replay_action
 
-    def choose(self, scores: Tensor, k: int) -> Tensor:
-        """Return the experts of each token, by the scores [n, E] or as given: [n, k]."""
+    def choose(self, scores: Tensor, k: int, given: Tensor | None = None) -> Tensor:
+        """Return the experts of each token, by the scores [n, E] or as given: [n, k].
+
+        ``given`` [n, k]: choices that the caller passes; -1 for tokens without one.
+        """
         action = self.router_replay_action
         if action is RouterReplayAction.REPLAY_FORWARD and self.target_topk_idx is not None:
             return self.target_topk_idx.to(scores.device)
         if action is RouterReplayAction.REPLAY_BACKWARD and self.replay_backward_list:
             return self.replay_backward_list.pop(0).to(scores.device)
         experts = best(scores, k)
+        if given is not None:
+            experts = torch.where(given >= 0, given.to(experts.dtype), experts)
         if action is RouterReplayAction.RECORD:
             self.recorded_topk_idx = experts
         return experts

@@ -67,6 +67,17 @@ RULES = rules(
         },
     ),
     where(
+        "--moe-enable-routing-replay",
+        {
+            "--moe-enable-routing-replay and {--moe-router-load-balancing-type} exclude each "
+            "other: its experts depend on other tokens; use aux_loss": lambda c: (
+                "sinkhorn" in c.load_balancing_types
+            ),
+            "--moe-enable-routing-replay and {found} exclude each other: no score chooses the "
+            "experts; leave one out": "--moe-router-force-load-balancing",
+        },
+    ),
+    where(
         "--overlap-moe-expert-parallel-comm",
         {
             "--overlap-moe-expert-parallel-comm and fully sharded parameters exclude each other: a "
