@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -20,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.config.errors import ConfigError
+from megatron.core.config.errors import ConfigError, MegatronError
+from megatron.core.dist_checkpointing.hashing import hash_here
 from megatron.core.dist_checkpointing.records import LazyPiece, Piece, TensorRecord
+from megatron.core.dist_checkpointing.validation import shorten
 from megatron.core.parallel.collectives import all_gather_json
 from megatron.core.params.param_info import info_of
 
@@ -56,6 +59,10 @@ class _Transfer(NamedTuple):
         return tuple(slice(first - at, end - at) for (first, end), at in pairs)
 
 
+class WeightsDiffer(MegatronError, RuntimeError):
+    """Weights of the engine that are not those of training."""
+
+
 class Refit:
     """Copies ``sources()`` into the views of ``targets``, whenever `copy` is called.
 
@@ -76,6 +83,7 @@ class Refit:
         self._group = group
         every = all_gather_json((_described(sources()), _described(targets)), group)
         held, wanted = zip(*every, strict=True)
+        self._dtypes = {key: getattr(torch, name) for mine in wanted for key, _, name, _ in mine}
         # Rounds by bytes, the same on all ranks, of which this rank takes part in some.
         rounds: list[list[_Transfer]] = [[]]
         used: Counter[int] = Counter()
@@ -117,6 +125,39 @@ class Refit:
                 work.wait()
             for t, buffer in arrivals:
                 self._store(t, buffer)
+
+    @torch.no_grad()
+    def verify(self) -> int:
+        """Compare the hash of each parameter of the engine with training; return their number.
+
+        Ranks that hold the same box must have the same values of it.  Collective.  Raises
+        WeightsDiffer on all ranks.
+        """
+        found, wanted = (
+            _hashes(all_gather_json(self._hashes_here(tensors), self._group))
+            for tensors in (self._targets, self._sources())
+        )
+        wrong = [key for key, hash in found.items() if hash is None or hash != wanted.get(key)]
+        if wrong:
+            raise WeightsDiffer(
+                f"the engine has other weights than training after a copy: {shorten(wrong)}; the "
+                "cause is a faulty device or interconnect: resume from a checkpoint without these "
+                "devices"
+            )
+        return len(found)
+
+    def _hashes_here(self, tensors: Sequence[TensorRecord]) -> list[tuple[str, Box, int]]:
+        """Return key, box and hash, of the values in the engine's dtype, of this rank's pieces."""
+        pieces = [(t, p) for t in tensors if t.key in self._dtypes for p in t.pieces]
+        if not pieces:
+            return []
+        hashes = torch.stack(
+            [hash_here(replace(t, dtype=self._dtypes[t.key], pieces=(p,))) for t, p in pieces]
+        )
+        return [
+            (t.key, _box(piece), hash)
+            for (t, piece), hash in zip(pieces, hashes.tolist(), strict=True)
+        ]
 
     def _operation(
         self, start: Callable[..., dist.Work | None], buffer: Tensor, peer: int
@@ -167,15 +208,29 @@ def note_new_weights(module: nn.Module) -> None:
     torch.autograd.graph.increment_version(list(module.parameters()))
 
 
+def _hashes(ranks: Sequence[list[tuple[str, Box, int]]]) -> dict[str, int | None]:
+    """Add the hashes of the boxes of each key; None if ranks have different values of a box."""
+    found: dict[str, dict[Box, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for key, box, hash in (piece for rank in ranks for piece in rank):
+        found[key][tuple((first, end) for first, end in box)].add(hash)
+    return {
+        key: sum(map(sum, boxes.values())) % 2**64
+        if all(len(hashes) == 1 for hashes in boxes.values())
+        else None
+        for key, boxes in found.items()
+    }
+
+
+def _box(piece: Piece | LazyPiece) -> Box:
+    return tuple((first, first + n) for first, n in zip(piece.offset, piece.shape, strict=True))
+
+
 def _described(tensors: Sequence[TensorRecord]) -> list[_Description]:
     found: list[_Description] = []
     for t in tensors:
         # A file may have another dtype.
         dtypes = [p.data.dtype for p in t.pieces if isinstance(p, Piece)] or [t.dtype]
-        boxes = [
-            tuple((first, first + n) for first, n in zip(p.offset, p.shape, strict=True))
-            for p in t.pieces
-        ]
+        boxes = [_box(piece) for piece in t.pieces]
         found.append((t.key, list(t.global_shape), str(dtypes[0]).removeprefix("torch."), boxes))
     return found
 

@@ -46,6 +46,7 @@ from megatron.training.config.run import GRPO, RunConfig
 from megatron.training.data.loaders import chunk_iterators, reads_data
 from megatron.training.models.kind import Batch
 from megatron.training.process.exit_report import in_phase
+from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, EvalResult, TrainingRun
 from megatron.training.tokenizer.sft_tokenizer import chat_template_of
@@ -151,6 +152,9 @@ class RolloutTraining(Callback):
     def _new_round(self, run: TrainingRun, engine: TrainingEngine, number: int) -> Rollouts:
         """Generate round ``number`` with the current weights.  Collective over all ranks."""
         engine.update()
+        if run.config.rl.rl_verify_model_weights_swap:
+            count = engine.weights.verify()
+            print_rank_0(f" the engine has the weights of training: {count} hashes are equal")
         began_s = time.perf_counter()
         of_engine = engine.writer.engine
         rollouts, self._ahead = generate_round(run.config, of_engine, self._source, number)

@@ -114,6 +114,11 @@ class RLConfig:
             "repeated; use B",
         ),
     )
+    rl_verify_model_weights_swap: bool = _rl(
+        False,
+        "Compare a hash of each parameter of the engine with training before each round.",
+        both_ways=True,
+    )
     rl_prompts_per_eval: int = _rl(
         32,
         "Prompts that an evaluation takes from each environment with evaluation_only.",

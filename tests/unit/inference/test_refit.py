@@ -12,7 +12,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.records import TensorRecord
 from megatron.core.inference.fast_linear import use_fast_linears
 from megatron.core.inference.paged_engine.options import EngineOptions
-from megatron.core.inference.refit import Refit, share_parameters
+from megatron.core.inference.refit import Refit, WeightsDiffer, share_parameters
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
@@ -64,6 +64,14 @@ def refitted(
         for param in training.module.parameters():
             param.mul_(2)
     refit.copy()  # the same plan
+    assert refit.verify() >= len(wanted) // 4  # layers share keys
+    damaged = next(p for n, p in made.module.named_parameters() if "linear_fc2.weight" in n)
+    for ranks in (range(world), [world - 1]):  # all replicas, one rank
+        sign = -1 if rank in ranks else 1
+        damaged.data.flatten()[-1:].mul_(sign)
+        with pytest.raises(WeightsDiffer, match=r"other weights .*linear_fc2\.weight"):
+            refit.verify()
+        damaged.data.flatten()[-1:].mul_(sign)
     found = values(made.module)
     return len(wanted), sum(not torch.equal(found[name], 2 * wanted[name]) for name in wanted)
 
