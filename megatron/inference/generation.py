@@ -37,6 +37,7 @@ from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.runner import GenerationModel, token_of
 from megatron.core.inference.refit import Refit, share_parameters
 from megatron.core.models.mimo import MimoModel
+from megatron.core.models.multimodal.llava_model import LLaVAModel
 from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLModel
 from megatron.core.parallel.collectives import all_or_none
 from megatron.core.quantization.quantizer import restored_parameters, store_weights
@@ -295,6 +296,7 @@ def generation_model(
         encode_images=encode_images,
         reads_images=kind.reads_images,
         has_grid=isinstance(whole, Qwen2VLModel) and text.position_embedding_type == "mrope",
+        sees_images_whole=isinstance(whole, LLaVAModel) and whole.sees_images_whole,
         num_logits=run.padded_vocab_size if run.config.language_model.pad_vocab_in_loss else None,
         num_heads=heads.export_num_medusa_heads or int(heads.has_eagle),
         heads_repeat=heads.has_eagle,

@@ -79,6 +79,35 @@ def test_images_of_any_size_have_the_losses_of_one_process(
     same(losses(run_gpt(tmp_path / "more", *given, *layout.split(), world_size=ranks)), wanted)
 
 
+GEMMA3 = (
+    "--vision-model-type gemma3 --pooled-image-embeddings 4 --vision-projection-type affine "
+    "--position-embedding-type rope --window-size 6,0 --window-attn-skip-freq [1,0]"
+)
+
+
+@pytest.mark.feature("Vision: pretrain_vlm.py trains Gemma-3, in every layout")
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    selection.first(
+        1,
+        [
+            (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
+            (4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+            (2, "--context-parallel-size 2 --cp-comm-type allgather --use-packed-sequence"),
+        ],
+    ),
+)
+@pytest.mark.parametrize("kind", [GEMMA3])
+def test_families_of_images_have_the_losses_of_one_process(
+    tmp_path: Path, kind: str, ranks: int, layout: str
+) -> None:
+    given = [*FLAGS, *kind.split(), "--train-iters", "2"]
+    packing = [word for word in layout.split() if word == "--use-packed-sequence"]
+    wanted = losses(run_gpt(tmp_path / "one", *given, *packing))
+    found, _ = run_gpt_in_virtual_ranks(tmp_path / "more", *given, *layout.split(), ranks=ranks)
+    same(losses(found), wanted)
+
+
 @pytest.mark.feature("Vision: pretrain_vlm.py trains LLaVA-NeXT, whose tiles lie in rows")
 @pytest.mark.parametrize(
     ("ranks", "layout"),

@@ -277,6 +277,7 @@ STATISTICS = {
     "internvit300M": _IMAGENET,
     "radio": _CLIP,
     "vit": PixelStatistics(_HALF.mean, _HALF.std, "bilinear"),
+    "gemma3": PixelStatistics(_HALF.mean, _HALF.std, "bilinear"),
     "qwen2_vl": _CLIP,
 }
 

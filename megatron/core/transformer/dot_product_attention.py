@@ -44,6 +44,7 @@ from megatron.core.transformer.attention_blocks import (
 )
 from megatron.core.transformer.attention_masks import (
     VisibleKeys,
+    Window,
     band,
     visible_window,
     window_of_layer,
@@ -143,8 +144,10 @@ class DotProductAttention(MegatronModule):
                 attention_bias,
                 packed_seq_params,
             ).squeeze(1)
-        is_causal = (attn_mask_type or self.attn_mask_type) in CAUSAL
+        kind = attn_mask_type or self.attn_mask_type
         hidden = attention_mask if isinstance(attention_mask, Tensor) else None
+        # An arbitrary mask says which later keys are seen; without one there are none.
+        is_causal = kind in CAUSAL or (kind == AttnMaskType.arbitrary and hidden is None)
         # Padding comes after the last sequence: a causal mask hides it already.
         if packed_seq_params is not None and not is_causal:
             num_keys = key.shape[0] * (1 if self.cp_comm is None else self.cp_comm.cp.size())
@@ -214,7 +217,7 @@ class DotProductAttention(MegatronModule):
         visible = VisibleKeys(
             num_queries=query.shape[0],
             num_keys=key.shape[0],
-            window=visible_window(key.shape[0], self.window, context.is_causal),
+            window=visible_window(key.shape[0], self._window(context), context.is_causal),
             hidden=context.hidden,
             packed=context.packed,
             documents=context.documents,
@@ -283,19 +286,25 @@ class DotProductAttention(MegatronModule):
             has_band=self.window is not None,
             by_blocks=True,
         )
-        window = self.window
-        if window is not None and context.is_causal:
-            window = window[0], 0
         plan = RingPlan(
             ring=ring,
             lengths=context.lengths(num_tokens),
             kernel=block_kernel(FUSED if FUSED in names else names[0]),
             rule=self._score_rule(),
             context=context,
-            window=window,
+            window=self._window(context),
         )
         with fork_if(self._dropout() > 0):
             return ring_attention(*qkv, plan).flatten(2)
+
+    def _window(self, context: AttentionContext) -> Window | None:
+        """Return the window of a call; an arbitrary mask alone limits it to the right."""
+        if self.window is None:
+            return None
+        left, right = self.window
+        if context.is_causal:
+            return left, 0
+        return left, -1 if self.attn_mask_type == AttnMaskType.arbitrary else right
 
     def _score_rule(self) -> ScoreRule:
         return ScoreRule(

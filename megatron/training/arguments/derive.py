@@ -425,7 +425,7 @@ def _image_lengths(ns: Namespace, *, has_placeholders: bool) -> None:
     try:
         of_tile = get_num_image_embeddings(
             *(ns.img_h, ns.img_w, ns.patch_dim, ns.vision_model_type or "clip"),
-            *(ns.disable_vision_class_token, 1, ns.pixel_shuffle),
+            *(ns.disable_vision_class_token, 1, ns.pixel_shuffle, ns.pooled_image_embeddings),
         )
     except (ConfigError, ZeroDivisionError):  # a rule reports it
         of_tile = 0

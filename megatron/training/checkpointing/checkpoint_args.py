@@ -82,7 +82,7 @@ IMAGES = tuple(
     """
     img_h img_w patch_dim vision_model_type vision_num_layers vision_hidden_size
     vision_ffn_hidden_size vision_num_attention_heads vision_projection_type
-    disable_vision_class_token pixel_shuffle image_grid_pinpoints
+    disable_vision_class_token pixel_shuffle image_grid_pinpoints pooled_image_embeddings
     """.split()
 )
 MIMO = ("model_provider", "image_size", "image_token_id", "hf_assign_unused_tokens")

@@ -12,7 +12,8 @@ from megatron.core.config.option import MAX_LAYERS, option
 
 _vision = partial(option, group="vision")
 ENCODERS = (
-    *("clip", "siglip", "siglip_without_norm", "internvit", "internvit300M", "vit", "qwen2_vl"),
+    *("clip", "siglip", "siglip_without_norm", "internvit", "internvit300M", "vit", "gemma3"),
+    "qwen2_vl",
 )
 # The library has RADIO; no run trains with it.
 _RADIO = dict.fromkeys(("radio", "radio-g", "cradio-g"), flag_messages.RADIO)
@@ -67,6 +68,12 @@ class VisionConfig:
     )
     pixel_shuffle: bool = _vision(
         False, "Merge each 2 x 2 patches into one embedding before the projector."
+    )
+    pooled_image_embeddings: int = _vision(
+        256,
+        "Embeddings of an image with --vision-model-type gemma3, a square number: squares of "
+        "neighbors are averaged.",
+        at_least=1,
     )
     freeze_LM: bool = _vision(  # noqa: N815  Megatron-LM's name
         False, "Do not train the language model.", flag="--freeze-LM"

@@ -28,7 +28,7 @@ from megatron.core.tile_arrangement import TileArrangement
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion.hf_folder import read_config
 from megatron.training.models.registry import build_model_stage, model_kind_of
-from megatron.training.models.vlm import embeddings_per_tile, image_settings
+from megatron.training.models.vlm import embeddings_per_tile, image_settings, sees_images_whole
 
 TOLERANCE = 1e-4  # relative to the largest logit, or absolute if that is below 1
 _PROMPTS, _LENGTH = 3, 16
@@ -271,6 +271,8 @@ def _with_images(
     rows = torch.cat([ids[:, :1], ids.new_full((len(ids), count), token), ids[:, 1:]], 1)
     if reads_any_size:
         theirs["mm_token_type_ids"] = (rows == token).int()
+    if sees_images_whole(v):
+        theirs["token_type_ids"] = (rows == token).int()
     return rows, ours, theirs
 
 

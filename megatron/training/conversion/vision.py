@@ -197,6 +197,17 @@ SIGLIP = replace(
     ignored=("head.", *CLIP.ignored),
     unread={},
 )
+# Gemma-3 reads its features behind the last norm.
+GEMMA3_TOWER = replace(
+    SIGLIP,
+    subtype="gemma3",
+    fields=(
+        _type("gemma3"),
+        *SIGLIP.fields[1:-1],
+        demand(is_required=True, vision_use_head=False),
+    ),
+    ignored=("embeddings.position_ids",),
+)
 INTERNVIT = EncoderFamily(
     subtype="internvit",
     fields=(

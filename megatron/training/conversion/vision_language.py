@@ -16,15 +16,28 @@ from megatron.core.datasets.images import LLAVA_NEXT_GRIDS
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.models.multimodal.llava_model import LLaVAModel
+from megatron.core.params.param_info import info_of
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf
-from megatron.training.conversion.family import Config, Family, Field, Values, demand, read_whole
+from megatron.training.conversion.family import (
+    Config,
+    Family,
+    Field,
+    Names,
+    Values,
+    demand,
+    named_rule,
+    read_whole,
+    same,
+)
 from megatron.training.conversion.lazy import reshaped, zeros
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.source import default_args, image_token, run_config
+from megatron.training.conversion.tensors import Rule
 from megatron.training.conversion.verify import model_on_meta
 from megatron.training.conversion.vision import (
     ENCODERS,
+    GEMMA3_TOWER,
     SIGLIP,
     EncoderFamily,
     export_encoder,
@@ -40,6 +53,11 @@ _LLAMA: Config = {
 _DEFAULTS: Mapping[str, Config] = {
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8},
+    "gemma3_text": {
+        **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
+        "max_position_embeddings": 131072,
+    },
 }
 
 
@@ -47,18 +65,20 @@ _DEFAULTS: Mapping[str, Config] = {
 class VisionLanguageFamily:
     """Names and defaults of one family; ``projector``: our modules -> theirs.
 
-    ``fields``: conversions of config.json, without its parts, to flags and back.
+    ``fields``: conversions of config.json, without its parts, to flags and back.  ``encoder``: the
+    only one that the family has, of which all layers are read; None: that of vision_config.
     """
 
     model_type: str
     architecture: str
-    projector: Mapping[str, str]
+    projector: Names
     text: str  # model_type of the language model, if config.json has none
     images: str  # model_type of the encoder, if config.json has none, a key of `ENCODERS`
     image_token: str = "image_token_index"  # noqa: S105  its entry in config.json
     feature_layer: int = -2
     is_tied: bool = False
     fields: tuple[Field, ...] = ()
+    encoder: EncoderFamily | None = None
     text_prefix: str = "language_model."  # of names in released folders, as the next
     images_prefix: str = "vision_tower."
 
@@ -142,11 +162,32 @@ QWEN2_VL = VisionLanguageFamily(
     },
     text="qwen2_vl_text",
     images="qwen2_vl_vision",
+    encoder=ENCODERS["qwen2_vl_vision"],
     image_token="image_token_id",  # noqa: S106
     text_prefix="",
     images_prefix="visual.",
 )
-FAMILIES = {family.model_type: family for family in (LLAVA, LLAVA_NEXT, INTERNVL, QWEN2_VL)}
+# Patches are averaged, normed, and projected by one matrix; each image is read in both directions.
+GEMMA3 = VisionLanguageFamily(
+    model_type="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    projector={
+        "vision_projection.norm": "multi_modal_projector.mm_soft_emb_norm",
+        "vision_projection.encoder.weight": Rule(
+            ("multi_modal_projector.mm_input_projection_weight",), transposed=True
+        ),
+    },
+    text="gemma3_text",
+    images="siglip_vision_model",
+    encoder=GEMMA3_TOWER,
+    is_tied=True,
+    fields=(
+        same("mm_tokens_per_image", "pooled_image_embeddings", 256),
+        Field(lambda config: {"vision_projection_type": "affine"}),
+    ),
+    images_prefix="vision_tower.vision_model.",
+)
+FAMILIES = {family.model_type: family for family in (LLAVA, LLAVA_NEXT, INTERNVL, QWEN2_VL, GEMMA3)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,11 +231,10 @@ def _shape_of(family: VisionLanguageFamily, config: Config) -> VisionLanguageSha
     if family is QWEN2_VL:  # released folders hold the entries of the text in config.json itself
         whole = {name: value for name, value in config.items() if name != "vision_config"}
         text = {**config.get("text_config", whole), "model_type": family.text}
-        encoder = ENCODERS[family.images]
     else:
         text = {"model_type": family.text, **_part(config, "text_config")}
         text = {**_DEFAULTS.get(text["model_type"], {}), **text}
-        encoder = _encoder_of(images.get("model_type", family.images), family)
+    encoder = family.encoder or _encoder_named(images.get("model_type", family.images), family)
     flags = dict(encoder.flags(images))
     num_layers = flags["vision_num_layers"]
     for each in family.fields:
@@ -204,7 +244,7 @@ def _shape_of(family: VisionLanguageFamily, config: Config) -> VisionLanguageSha
             "config.json has vision_feature_select_strategy default, which drops a class token, "
             "and the encoder (siglip_vision_model) has none: only full can be converted"
         )
-    if family is not QWEN2_VL:
+    if family.encoder is None:
         flags["vision_num_layers"] = _num_used_layers(config, family, num_layers)
     tied = config.get("tie_word_embeddings", family.is_tied) or text.get("tie_word_embeddings")
     text["tie_word_embeddings"] = bool(tied)
@@ -229,7 +269,7 @@ def _part(config: Config, name: str) -> Config:
     return part
 
 
-def _encoder_of(name: str, family: VisionLanguageFamily) -> EncoderFamily:
+def _encoder_named(name: str, family: VisionLanguageFamily) -> EncoderFamily:
     """Return the encoder with model_type ``name`` in vision_config."""
     known = [each for each in ENCODERS if each != QWEN2_VL.images]
     if family is INTERNVL:  # it reads features behind SigLIP's last norm
@@ -318,17 +358,20 @@ def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
     flags = SimpleNamespace(**{**vars(run.vision), "grids": run.vision.grids, **own})
     text = _text_of(run, vocab_size)
     kind = run.vision.vision_model_type
+    of_own = next((f for f in FAMILIES.values() if f.encoder and f.encoder.subtype == kind), None)
     name = next((n for n, e in ENCODERS.items() if kind.startswith(e.subtype)), LLAVA.images)
-    family = {INTERNVL.images: INTERNVL, QWEN2_VL.images: QWEN2_VL}.get(name, LLAVA)
+    family = of_own or {INTERNVL.images: INTERNVL}.get(name, LLAVA)
+    name = family.images if of_own else name
+    encoder = family.encoder or ENCODERS[name]
     if flags.grids:
         family = LLAVA_NEXT
-    if family is QWEN2_VL:
+    if of_own:
         text_family = hf.family_of({"model_type": family.text})
     else:
         text_family = hf.choose_family(text, None)
     images: JsonObject = {"model_type": name}
     whole: JsonObject = {}
-    for each in ENCODERS[name].fields:
+    for each in encoder.fields:
         images |= each.write(flags)
     for each in family.fields:
         whole |= each.write(flags)
@@ -392,26 +435,33 @@ def import_tensors(
     out = {f"{_OUR_TEXT}{name}": tensor for name, tensor in text.tensors.items()}
     unused = tuple(_unused_layers(shape))
     images = {name: t for name, t in parts[_IMAGES].items() if not name.startswith(unused)}
-    found = import_encoder(shape.encoder, _encoder_of_model(shape), shape.images, images)
+    model = _model_of(shape)
+    found = import_encoder(shape.encoder, _encoder_of(model), shape.images, images)
     out |= {f"{_OUR_IMAGES}{name}": tensor for name, tensor in found.items()}
     left = parts[""]
-    for ours, theirs in _projector_names(shape).items():
+    for ours, (rule, size) in _projector_rules(shape, model).items():
+        (theirs,) = rule.theirs
         if theirs not in left:
             raise CheckpointError(
                 f"the weights have no {theirs}, which a {shape.family.architecture} needs"
             )
         tensor = left.pop(theirs)
-        out[ours] = reshaped(tensor, (1, *tensor.shape)) if ours == _NEWLINE else tensor
+        tensor = reshaped(tensor, size) if ours == _NEWLINE else tensor
+        out[ours] = rule.join(ours, [tensor], model.config, size)
     if left:
         raise CheckpointError(f"{next(iter(left))} has no place in a {shape.family.architecture}")
     return {name: replace(tensor, name=name) for name, tensor in out.items()}
 
 
-def _encoder_of_model(shape: VisionLanguageShape) -> VisionModule:
-    """Return the encoder of the model; which tokens there are makes no difference to it."""
+def _model_of(shape: VisionLanguageShape) -> LLaVAModel:
+    """Return the model without weights; the number of tokens makes no difference to images."""
     tokens = {"tokenizer_type": "NullTokenizer", "vocab_size": 1}
     model = model_on_meta(run_config(default_args() | flags_of(shape) | tokens), 1)
     assert isinstance(model, LLaVAModel), "all families are"
+    return model
+
+
+def _encoder_of(model: LLaVAModel) -> VisionModule:
     assert model.vision_model is not None, "the only stage has it"
     return model.vision_model
 
@@ -423,14 +473,18 @@ def _unused_layers(shape: VisionLanguageShape) -> Iterator[str]:
         yield shape.encoder.layer_prefix.format(number)
 
 
-def _projector_names(shape: VisionLanguageShape) -> dict[str, str]:
-    """Return our name -> theirs of each tensor of the projector, and of the newline."""
-    newline = {_NEWLINE: "image_newline"} if _GRIDS in shape.family.fields else {}
-    return newline | {
-        f"{ours}.{kind}": f"{theirs}.{kind}"
-        for ours, theirs in shape.family.projector.items()
-        for kind in ("weight", "bias")
-    }
+def _projector_rules(
+    shape: VisionLanguageShape, model: LLaVAModel
+) -> dict[str, tuple[Rule, tuple[int, ...]]]:
+    """Return the rule and the size of each of our tensors between encoder and language model."""
+    names = {**shape.family.projector, _NEWLINE: "image_newline"}
+    found = {}
+    for name, param in model.named_parameters():
+        if not name.startswith((_OUR_TEXT, _OUR_IMAGES)):
+            rule = named_rule(names, name)
+            assert rule is not None, f"{name} has no counterpart in a {shape.family.architecture}"
+            found[name] = rule, tuple(info_of(param).global_shape)
+    return found
 
 
 def export_tensors(
@@ -449,17 +503,18 @@ def export_tensors(
         replace(tensor, name=shape.family.text_prefix + tensor.name)
         for tensor in hf.export_model(shape.text, text, shape.text_family)
     ]
-    found = export_encoder(shape.encoder, _encoder_of_model(shape).config, shape.images, images)
+    model = _model_of(shape)
+    found = export_encoder(shape.encoder, _encoder_of(model).config, shape.images, images)
     found += list(_blank(shape, found))
     out += [replace(tensor, name=shape.family.images_prefix + tensor.name) for tensor in found]
-    names = _projector_names(shape)
+    rules = _projector_rules(shape, model)
     rest = {name for name in tensors if not name.startswith((_OUR_TEXT, _OUR_IMAGES))}
-    if left := rest ^ names.keys():
+    if left := rest ^ rules.keys():
         raise CheckpointError(
             f"the checkpoint does not hold a {shape.family.architecture}: {', '.join(sorted(left))}"
         )
-    for ours, theirs in names.items():
-        tensor = replace(tensors[ours], name=theirs)
+    for ours, (rule, _) in rules.items():
+        (tensor,) = rule.split(tensors[ours], model.config)
         out.append(reshaped(tensor, tensor.shape[1:]) if ours == _NEWLINE else tensor)
     return out
 

@@ -99,7 +99,7 @@ def projector_parameters(config: RunConfig) -> int:
     for images in encoders_of(config):
         m = images.projector
         total += _weights(m, projector_layers(config, images))
-        total += images.projector_input * _parameters_per_channel(m) * images.is_internvit
+        total += images.projector_input * _parameters_per_channel(m) * images.norms_output
         total += m.hidden_size * bool(config.vision.grids)  # embedding of the end of a row of tiles
     return total
 

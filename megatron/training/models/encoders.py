@@ -62,6 +62,7 @@ _CONVENTIONS = {
     "internvit": _convention(F.gelu, 1e-6, "RMSNorm", has_qk_norm=True),
     "internvit300M": _convention(F.gelu, 1e-6),
     "vit": _convention(F.gelu, 1e-12),
+    "gemma3": _convention(openai_gelu, 1e-6),
     "qwen2_vl": _convention(quick_gelu, 1e-6),
 }
 
@@ -72,7 +73,8 @@ class MediaEncoder:
 
     layers: TransformerConfig  # of the encoder
     projector: TransformerConfig  # its width is the language model's
-    is_internvit: bool = False  # layers scale their channels, and a norm precedes the projector
+    is_internvit: bool = False  # layers scale their channels
+    norms_output: bool = False  # before the projector
     num_tokens: int  # embeddings of a tile or a sound in the encoder
     num_embeddings: int  # of a tile or a sound, for the language model
     max_tiles: int = 1  # of a sample, which has one sound
@@ -90,7 +92,7 @@ class MediaEncoder:
     @property
     def projector_spec(self) -> ProjectorSubmodules:
         """Specs of the projector's parts."""
-        return get_projector_spec(has_norm=self.is_internvit)
+        return get_projector_spec(has_norm=self.norms_output)
 
 
 def image_encoder(config: RunConfig) -> MediaEncoder:
@@ -105,10 +107,12 @@ def image_encoder(config: RunConfig) -> MediaEncoder:
     pixels = pixels_of_patch(vision)
     num_tokens = num_patches(vision) + kind.has_class_token
     positions = 0 if kind.reads_any_size else num_tokens
+    is_internvit = vision.vision_model_type.startswith("internvit")
     return MediaEncoder(
         layers=layers,
         projector=projector_config(config),
-        is_internvit=vision.vision_model_type.startswith("internvit"),
+        is_internvit=is_internvit,
+        norms_output=is_internvit or kind.is_pooled,
         num_tokens=num_tokens,
         num_embeddings=num_image_embeddings(vision),
         max_tiles=max(vision.max_tiles, config.mimo.num_frames),
@@ -129,6 +133,7 @@ def num_image_embeddings(vision: VisionConfig) -> int:
         vision.disable_vision_class_token,
         1,
         vision.pixel_shuffle,
+        vision.pooled_image_embeddings,
     )
 
 
@@ -177,13 +182,17 @@ def projector_config(config: RunConfig) -> TransformerConfig:
     """Return the config of the projector, whose output has the language model's width.
 
     With --vision-model-type it is that of LLaVA and InternVL: GELU, biases, one width; that of
-    Qwen2-VL is as wide as its input.
+    Qwen2-VL is as wide as its input, that of Gemma-3 has Gemma's norm and no biases.
     """
     values = _inherited(config)
     if follows_architecture(config):
-        is_wide = KINDS[config.vision.vision_model_type].reads_any_size
+        kind = KINDS[config.vision.vision_model_type]
+        is_wide = kind.reads_any_size
         width = 4 * encoder_config(config).hidden_size if is_wide else config.model.hidden_size
         values |= _convention(F.gelu) | {"ffn_hidden_size": width}
+        if kind.is_pooled:
+            values |= _convention(F.gelu, 1e-6, "RMSNorm")
+            values |= {"layernorm_zero_centered_gamma": True, "add_bias_linear": False}
     return TransformerConfig.unchecked(**values)
 
 

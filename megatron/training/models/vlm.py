@@ -15,6 +15,7 @@ from megatron.core.datasets.image_text_dataset import ImageTextDataset, ImageTex
 from megatron.core.datasets.images import FRAMES, LLAVA_NEXT_GRIDS, MERGE, ImageSettings
 from megatron.core.datasets.multimodal_dataset import MockMultimodalDataset, MultimodalDatasetConfig
 from megatron.core.datasets.packing import pack_samples
+from megatron.core.enums import AttnMaskType
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
 from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLModel
 from megatron.core.models.vision.kinds import KINDS
@@ -46,9 +47,13 @@ def llava_arguments(config: RunConfig, **stage: Any) -> dict[str, Any]:
     vision = config.vision
     arguments = language_arguments(config, **stage)
     encoder = image_encoder(config)
+    spec = gpt_layer_spec(config)
+    if sees_images_whole(vision):
+        for layer in getattr(spec, "layer_specs", None) or [spec]:
+            layer.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.arbitrary
     return {
         "language_transformer_config": config.model,
-        "language_transformer_layer_spec": gpt_layer_spec(config),
+        "language_transformer_layer_spec": spec,
         "language_vocab_size": arguments.pop("vocab_size"),
         "language_max_sequence_length": arguments.pop("max_sequence_length"),
         "vision_transformer_config": encoder.layers,
@@ -61,6 +66,7 @@ def llava_arguments(config: RunConfig, **stage: Any) -> dict[str, Any]:
         "img_w": vision.img_w,
         "patch_dim": vision.patch_dim,
         "pixel_shuffle": vision.pixel_shuffle,
+        "encoder_options": encoder_options(vision),
         "vision_model_subtype": vision.vision_model_type,
         "row_length": config.data.seq_length,
         "has_image_newline": bool(vision.grids),
@@ -69,10 +75,23 @@ def llava_arguments(config: RunConfig, **stage: Any) -> dict[str, Any]:
     }
 
 
+def encoder_options(vision: VisionConfig) -> dict[str, Any]:
+    """Return the arguments of `LLaVAModel.build_encoder` that only some encoders have."""
+    if sees_images_whole(vision):
+        return {"pooled_embeddings": vision.pooled_image_embeddings}
+    return {}
+
+
 def _packing(config: RunConfig) -> Literal["no", "mask", "bounds"]:
     if not config.vision.use_packed_sequence:
         return "no"
-    return "bounds" if documents_are_bounds(config) else "mask"
+    is_mask = sees_images_whole(config.vision) or not documents_are_bounds(config)
+    return "mask" if is_mask else "bounds"
+
+
+def sees_images_whole(vision: VisionConfig) -> bool:
+    """Return whether the embeddings of an image attend to all of their image."""
+    return KINDS[vision.vision_model_type].is_pooled
 
 
 def vlm_dataset_config(config: RunConfig, **common: Any) -> BlendedMegatronDatasetConfig:

@@ -61,9 +61,16 @@ class TestPixelValues:
 
     @pytest.mark.parametrize("size", SIZES)
     @pytest.mark.parametrize(
-        ("kind", "name"), [("siglip", "SiglipImageProcessorPil"), ("vit", "ViTImageProcessorPil")]
+        ("kind", "name"),
+        [
+            ("siglip", "SiglipImageProcessorPil"),
+            ("vit", "ViTImageProcessorPil"),
+            ("gemma3", "Gemma3ImageProcessorPil"),
+        ],
     )
-    def test_siglip_and_vit_stretch(self, size: tuple[int, int], kind: str, name: str) -> None:
+    def test_siglip_vit_and_gemma3_stretch(
+        self, size: tuple[int, int], kind: str, name: str
+    ) -> None:
         image = picture(*size)
         settings = ImageSettings(img_h=48, img_w=80, vision_model_type=kind)
         theirs = expected_pixels(name, image, size={"height": 48, "width": 80})

@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
@@ -26,7 +27,7 @@ from megatron.core.fusions.paged_attention import (
     reads_host,
     store,
 )
-from megatron.core.inference.paged_engine.request import PromptImage
+from megatron.core.inference.paged_engine.request import FIRST_ID, PLACE_BITS, PromptImage
 from megatron.core.inference.paged_engine.step_plan import (
     NO_INTEGERS,
     Admission,
@@ -209,7 +210,7 @@ class BatchView:
     the encoder has read in this step.  ``row_invariant``: recurrent layers run each request alone,
     so that its bits do not depend on the others.  ``width`` of the block table: for a graph, which
     calls `prepare` itself; it reads the integers of the rows from `integers`, which are ``into`` if
-    given.
+    given.  ``sees_images_whole``: the rows of an image attend to all of them; none is missing.
     """
 
     def __init__(
@@ -221,6 +222,7 @@ class BatchView:
         slots: SlotPositions,
         sources: Sequence[tuple[int, int]] = (),
         row_invariant: bool = False,
+        sees_images_whole: bool = False,
         width: int | None = None,
         into: Tensor | None = None,
     ) -> None:
@@ -249,6 +251,9 @@ class BatchView:
         grid = slots.grid(positions, slot_of_row).ravel() if slots.has_grid else NO_INTEGERS
         outputs = _count_up(first_row[1:] - num_outputs, num_outputs)
         self.host_ids = np.concatenate(tokens)
+        self._masks: list[Tensor | None] | None = None
+        if sees_images_whole and (self.host_ids >= FIRST_ID).any():
+            self._masks = [_mask_with_images(s, device) for s in plan.segments]
         rows = (
             self.host_ids,
             positions,
@@ -311,7 +316,8 @@ class BatchView:
         store(keys, values, key[:, 0], value[:, 0], self._at)
         if not value.shape[-1]:
             values = keys
-        if bias is None and isinstance(core, DotProductAttention) and is_plain(core):
+        is_paged = bias is None and self._masks is None
+        if is_paged and isinstance(core, DotProductAttention) and is_plain(core):
             rule = core.paged_rule(query)
             assert self._batch is not None, "the pass has called prepare()"
             given = (query[:, 0], keys, values, self._batch)
@@ -321,10 +327,11 @@ class BatchView:
             return out.flatten(1).unsqueeze(1)
         self.reads_host = True
         parts = []
-        for segment, rows in zip(self._segments, self._rows, strict=True):
+        masks = self._masks or [None] * len(self._segments)
+        for segment, rows, hidden in zip(self._segments, self._rows, masks, strict=True):
             k, v = (self._gathered(x, segment).to(query.dtype) for x in (keys, values))
             table = None if bias is None else bias(segment.start, len(segment.tokens), len(k))
-            parts.append(core(query[rows], k, v, None, attention_bias=table))
+            parts.append(core(query[rows], k, v, hidden, attention_bias=table))
         return torch.cat(parts)
 
     def attend_to_other(
@@ -387,6 +394,19 @@ class BatchView:
         """Copy the tokens of a segment's request out of the pages: [t, 1, g, d]."""
         own = torch.from_numpy(segment.pages).to(pages.device)
         return gather(pages, own, 0, segment.num_keys).unsqueeze(1)
+
+
+def _mask_with_images(segment: Segment, where: torch.device) -> Tensor | None:
+    """Return the mask [1, 1, q, k] of later keys but those of the query's image; None for text."""
+    ids = torch.from_numpy(segment.tokens)
+    is_image = ids >= FIRST_ID
+    if not is_image.any():
+        return None
+    is_first = is_image & ((ids - FIRST_ID) % (1 << PLACE_BITS) == 0)
+    image = is_first.cumsum(0) + 1  # 1: an image whose first rows are in the cache
+    is_same = (image.unsqueeze(1) == image) & is_image.unsqueeze(1) & is_image
+    later = torch.ones_like(is_same).triu(1) & ~is_same
+    return F.pad(later, (segment.start, 0))[None, None].to(where)
 
 
 def _count_up(starts: Integers, lengths: Integers) -> Integers:

@@ -136,6 +136,7 @@ class Engine:
             max_waiting=options.max_waiting,
             has_prefix_cache=options.has_prefix_cache,
             has_recurrent_layers=has_recurrent_layers,
+            keeps_images_whole=model.sees_images_whole,
             num_draft_tokens=options.num_draft_tokens,
             num_draft_layers=num_draft_layers,
             num_reserved_pages=int(num_pages * options.guaranteed_fraction),
@@ -209,6 +210,14 @@ class Engine:
     def _check_content(self, request: Request) -> None:
         if request.images and not self.model.reads_images:
             raise RequestError("this model reads no images: give a text", "images")
+        longest = max((image.num_rows for image in request.images), default=0)
+        if self.limits.keeps_images_whole and longest > self.limits.max_step_tokens:
+            raise RequestError(
+                f"an image has {longest} embeddings, and a step, which must compute all of them, "
+                f"has {self.limits.max_step_tokens} tokens: raise max_step_tokens "
+                "(--inference-dynamic-batching-max-tokens-override)",
+                "images",
+            )
         check_tokens(request, self.model.vocab_size)
         if request.pooling and self.model.decoder_start is not None:
             raise RequestError("an encoder-decoder has no vectors of texts here", "model")

@@ -124,6 +124,7 @@ class EngineLimits:
     max_waiting: int
     has_prefix_cache: bool = True
     has_recurrent_layers: bool = False  # their state is not in pages: nothing can be shared
+    keeps_images_whole: bool = False  # all rows of an image are computed in one step
     num_draft_tokens: int = 0
     num_draft_layers: int = 0  # layers that draft; 0: drafts come from earlier text
     num_reserved_pages: int = 0  # kept for requests that run: none starts with fewer free

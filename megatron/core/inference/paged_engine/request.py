@@ -97,6 +97,11 @@ def text_of(ids: Iterable[int]) -> list[int]:
     return [token for token in ids if token < FIRST_ID]
 
 
+def place_in_image(token: int) -> int:
+    """Return the number of a row among those of its image; 0 for text."""
+    return (token - FIRST_ID) % (1 << PLACE_BITS) if token >= FIRST_ID else 0
+
+
 def starts_of_images(ids: Ids) -> list[int]:
     """Return where the first row of each image is."""
     is_first = (ids >= FIRST_ID) & ((ids - FIRST_ID) % (1 << PLACE_BITS) == 0)

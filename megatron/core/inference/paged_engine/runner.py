@@ -70,6 +70,7 @@ class GenerationModel:
     adapter of the model in this rank's layers.  A model that ``reads_images`` has on its first
     stage ``encode_images(pixels, sizes)``: [t, 3, H, W] -> [n, h], collective over tp; ``sizes``
     [1, f] or None: size of the image.  ``has_grid``: positions are those of M-RoPE in images.
+    ``sees_images_whole``: the embeddings of an image attend to all of their image.
     """
 
     module: nn.Module
@@ -85,6 +86,7 @@ class GenerationModel:
     encode_images: Callable[[Tensor, Tensor | None], Tensor] | None = None
     reads_images: bool = False
     has_grid: bool = False
+    sees_images_whole: bool = False
     num_logits: int | None = None  # default: vocab_size
     num_heads: int = 0  # draft heads, which predict a token each; a layer of EAGLE-3 is one
     heads_repeat: bool = False  # the last one also drafts the tokens after its own
@@ -192,6 +194,7 @@ class ModelRunner:
                 slots=self._slots,
                 sources=[(a.slot, len(a.source)) for a in sources],
                 row_invariant=self._row_invariant,
+                sees_images_whole=self.model.sees_images_whole,
             )
             out = self._forward(view, sources)
         result: StepOutput | None = None

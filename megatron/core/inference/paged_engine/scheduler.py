@@ -34,6 +34,7 @@ from megatron.core.inference.paged_engine.request import (
     check_beam,
     check_grammar,
     generation_length,
+    place_in_image,
 )
 from megatron.core.inference.paged_engine.request_state import (
     BeamGroup,
@@ -224,7 +225,9 @@ class RequestScheduler:
         for state in sorted(ready, key=lambda s: s.num_remaining > 1):
             if not step.room or state.slot is None:  # pre-empted for a page of another one
                 continue
-            count = min(state.num_remaining, step.room)
+            count = self._count_rows(step, state)
+            if not count:
+                continue
             drafts = state.draft(num_spare, self.pool) if state.num_remaining == 1 else ()
             num_spare -= self._add_rows(step, state, count, drafts)
 
@@ -234,7 +237,17 @@ class RequestScheduler:
             state = self._waiting[0]
             if not (state.has_mask and self._start(step, state)):
                 break
-            self._add_rows(step, state, min(state.num_remaining, step.room))
+            if count := self._count_rows(step, state):
+                self._add_rows(step, state, count)
+
+    def _count_rows(self, step: PlannedStep, state: RequestState) -> int:
+        """Return how many rows of a request the step takes; 0 if an image must wait for room."""
+        count = min(state.num_remaining, step.room)
+        end = state.num_cached + count
+        if self.limits.keeps_images_whole and count < state.num_remaining:
+            place = place_in_image(int(state.tokens.values[end]))
+            count = max(count - place, 0)
+        return count
 
     def _start(self, step: PlannedStep, state: RequestState) -> bool:
         """Give the first waiting request pages and a slot; False if too few pages are free."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.models.multimodal.splicing import Splice
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -97,6 +98,18 @@ def mask_of_samples(starts: Tensor, token: Tensor, cp_group: ProcessGroup) -> Te
     sample = starts.cumsum(1).gather(1, token)
     mine = held_positions(sample, cp_group)
     return (mine.unsqueeze(2) != sample.unsqueeze(1)).unsqueeze(1)
+
+
+def mask_without_images(is_image: Tensor, where: Splice, cp_group: ProcessGroup) -> Tensor:
+    """Return the mask [b, 1, L/cp, L] of later keys, without those of the query's own image.
+
+    ``is_image`` [b, s]: tokens that stand for an image.
+    """
+    image = is_image.cumsum(1).gather(1, where.token) * where.is_image  # 0 at text
+    key = torch.arange(image.shape[1], device=image.device).expand_as(image)
+    query, own = (held_positions(each, cp_group).unsqueeze(2) for each in (key, image))
+    hidden = (key.unsqueeze(1) > query) & ((own != image.unsqueeze(1)) | (own == 0))
+    return hidden.unsqueeze(1)
 
 
 def bounds_of_samples(starts: Tensor, token: Tensor) -> PackedBounds:

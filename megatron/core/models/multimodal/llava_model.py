@@ -7,7 +7,7 @@ encoder; every stage knows the positions, because they follow from ids and numbe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,18 +21,20 @@ from megatron.core.models.multimodal.context_parallel import (
     bounds_of_samples,
     held_positions,
     mask_of_samples,
+    mask_without_images,
     split_over_ranks,
 )
 from megatron.core.models.multimodal.splicing import IGNORE_INDEX as IGNORE_INDEX
 from megatron.core.models.multimodal.splicing import Splice, splice, value_of_image
 from megatron.core.models.vision.clip_vit_model import (
+    KINDS,
     CLIPViTModel,
     EmbeddingTable,
     get_num_image_embeddings,
 )
 from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.models.vision.multimodal_projector import pixel_shuffle as pixel_shuffle
-from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
+from megatron.core.packed_seq_params import AttentionMask, PackedBounds, PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -81,6 +83,7 @@ class LLaVAModel(MegatronModule):
         patch_dim: int = 14,
         image_token_index: int = DEFAULT_IMAGE_TOKEN_INDEX,
         pixel_shuffle: bool = False,
+        encoder_options: Mapping[str, Any] | None = None,
         vision_model_subtype: str = "clip",
         row_length: int | None = None,
         has_image_newline: bool = False,
@@ -91,22 +94,21 @@ class LLaVAModel(MegatronModule):
     ) -> None:
         """Build the models.  The projector's output has the language model's width.
 
-        ``language_max_sequence_length``: positions of the language model.  ``row_length``, by
-        default the same number: L with pipeline or expert parallelism, its maximum without.
-        ``has_image_newline``: tiles are arranged in rows that end with an embedding of their own,
-        as in LLaVA-NeXT.  ``packs_samples``: a row has several samples, whose ``position_ids``
-        begin at 0 and which do not attend to each other, by a mask or by bounds for attention
-        kernels.  ``of_language``: further arguments of `GPTModel`; their names may begin with
-        ``language_``.  A stage has the encoder if it is the first and ``add_encoder``.
+        ``row_length``, by default that of all positions: L with pipeline or expert parallelism, its
+        maximum without.  ``has_image_newline``: tiles are arranged in rows that end with an
+        embedding of their own, as in LLaVA-NeXT.  ``packs_samples``: a row has several samples,
+        whose ``position_ids`` begin at 0 and which do not attend to each other, by a mask or by
+        bounds.  ``encoder_options``: of `build_encoder`; averaged embeddings attend to all of their
+        image, which needs layers of mask type arbitrary.  ``of_language``: further arguments of
+        `GPTModel`, or ``language_`` and their names.  The first stage has the encoder if it should.
         """
-        groups = pg_collection
         super().__init__(language_transformer_config)
-        self.pg_collection = groups
+        self.pg_collection = groups = pg_collection
         self.pre_process = pre_process
         self.post_process = post_process
         self.vp_stage = vp_stage
         self.image_token_index = image_token_index
-        self.row_length = language_max_sequence_length if row_length is None else row_length
+        self.row_length = row_length or language_max_sequence_length
         self.arranges_tiles = self.reads_image_sizes = has_image_newline
         self.packs_samples = packs_samples
         self.language_model = GPTModel(
@@ -116,37 +118,43 @@ class LLaVAModel(MegatronModule):
             language_max_sequence_length,
             pre_process=pre_process,
             post_process=post_process,
-            scatter_embedding_sequence_parallel=False,  # the sequence is complete only afterwards
+            scatter_embedding_sequence_parallel=False,  # the sequence is complete afterwards
             pg_collection=groups,
             vp_stage=vp_stage,
             **{name.removeprefix("language_"): value for name, value in of_language.items()},
         )
-        subtype = vision_model_subtype
+        sizes: dict[str, Any] = {
+            **{"img_h": img_h, "img_w": img_w, "patch_dim": patch_dim},
+            **{"drop_class_token": drop_vision_class_token, "merges_neighbours": pixel_shuffle},
+            **{"model_subtype": vision_model_subtype, **(encoder_options or {})},
+        }
         self.embeddings_per_tile = get_num_image_embeddings(
-            img_h, img_w, patch_dim, subtype, drop_vision_class_token, 1, pixel_shuffle
+            *(img_h, img_w, patch_dim, vision_model_subtype, drop_vision_class_token, 1),
+            *(pixel_shuffle, sizes.get("pooled_embeddings", 0)),
         )
+        self.sees_images_whole = KINDS[vision_model_subtype].is_pooled
         self.vision_model: VisionModule | None = None
         self.vision_projection: MultimodalProjector | None = None
         self.image_newline: EmbeddingTable | None = None
         if pre_process and add_encoder:
-            sizes: dict[str, Any] = {"img_h": img_h, "img_w": img_w, "patch_dim": patch_dim}
             layers = vision_transformer_config, vision_transformer_layer_spec
-            sizes |= {"drop_class_token": drop_vision_class_token}
-            sizes |= {"merges_neighbours": pixel_shuffle, "model_subtype": subtype}
-            own = groups.without_context_parallelism()
-            self.vision_model = self.build_encoder(*layers, own, **sizes)
             projector = vision_projection_config, vision_projection_layer_spec
-            width = vision_transformer_config.hidden_size * (4 if pixel_shuffle else 1)
-            self._build_projector(*projector, vision_projection_type, width)
+            self._build_images(layers, (*projector, vision_projection_type), sizes)
         self._finalize_parameters()
 
-    def _build_projector(
-        self, config: TransformerConfig, spec: MLPSubmodules, kind: str, width: int
+    def _build_images(
+        self,
+        layers: tuple[TransformerConfig, ModuleSpec],
+        projector: tuple[TransformerConfig, MLPSubmodules, str],
+        sizes: Mapping[str, Any],
     ) -> None:
+        """Build the encoder of images and the projector."""
+        groups = self.pg_collection.without_context_parallelism()
+        self.vision_model = self.build_encoder(*layers, groups, **sizes)
         if self.arranges_tiles:
-            self.image_newline = EmbeddingTable(config, 1)
-        group = self.pg_collection.tp
-        self.vision_projection = MultimodalProjector(config, spec, kind, width, tp_group=group)
+            self.image_newline = EmbeddingTable(projector[0], 1)
+        width = layers[0].hidden_size * (4 if sizes["merges_neighbours"] else 1)
+        self.vision_projection = MultimodalProjector(*projector, width, tp_group=groups.tp)
 
     def build_encoder(
         self,
@@ -243,7 +251,7 @@ class LLaVAModel(MegatronModule):
         output = self.language_model(
             None,
             self.positions(where, is_image, image_sizes),
-            self._hidden_keys(where, position_ids) if attention_mask is None else attention_mask,
+            self._mask(where, is_image, position_ids) if attention_mask is None else attention_mask,
             decoder_input=combined,
             labels=None if labels is None else held_positions(where.labels(labels), cp),
             packed_seq_params=packed_seq_params,
@@ -254,8 +262,19 @@ class LLaVAModel(MegatronModule):
             return output, None
         return output, held_positions(where.loss_mask(loss_mask), cp)
 
-    def _hidden_keys(self, where: Splice, position_ids: Tensor | None) -> AttentionMask | None:
-        """Return which keys each position does not attend to; None if a row is one sample."""
+    def _mask(
+        self, where: Splice, is_image: Tensor, position_ids: Tensor | None
+    ) -> AttentionMask | None:
+        """Return which keys each position does not attend to; None if only later ones."""
+        hidden = self._hidden_samples(where, position_ids)
+        if not self.sees_images_whole:
+            return hidden
+        later = mask_without_images(is_image, where, self.pg_collection.cp)
+        assert not isinstance(hidden, PackedBounds), "bounds cannot describe images"
+        return later if hidden is None else later | hidden
+
+    def _hidden_samples(self, where: Splice, position_ids: Tensor | None) -> AttentionMask | None:
+        """Return which keys are of another sample; None if a row is one sample."""
         if self.packs_samples == "no":
             return None
         assert position_ids is not None, "every stage reads where the samples of a row begin"

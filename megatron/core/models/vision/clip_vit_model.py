@@ -15,7 +15,7 @@ from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.models.vision.kinds import KINDS as KINDS
 from megatron.core.models.vision.kinds import check_images
 from megatron.core.models.vision.kinds import get_num_image_embeddings as get_num_image_embeddings
-from megatron.core.models.vision.multimodal_projector import pixel_shuffle
+from megatron.core.models.vision.multimodal_projector import average_pool, pixel_shuffle
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import Init, InitMethod, new_parameter, param_info_for
@@ -45,14 +45,15 @@ class CLIPViTModel(VisionModule):
         *,
         drop_class_token: bool = False,
         merges_neighbours: bool = False,
+        pooled_embeddings: int = 0,
         pg_collection: ProcessGroupCollection,
     ) -> None:
         """Build the encoder.  ``model_subtype`` is a key of `KINDS`.
 
         ``class_token_len``: number of class tokens; ``add_class_token`` defaults to what the
         subtype has.  What a projector reads may be asked for: ``drop_class_token``: no embedding of
-        class tokens; ``merges_neighbours``: pixel shuffle.  Raises ConfigError if patches do not
-        fill the image.
+        class tokens; ``merges_neighbours``: pixel shuffle; ``pooled_embeddings``: number of
+        embeddings to average to.  Raises ConfigError if patches do not fill the image.
         """
         check_images("the vision encoder", model_subtype, img_h, img_w, patch_dim)
         super().__init__(transformer_config)
@@ -64,6 +65,7 @@ class CLIPViTModel(VisionModule):
         self.patch_dim = patch_dim
         self.drop_class_token = drop_class_token
         self.merges_neighbours = merges_neighbours
+        self.pooled_embeddings = pooled_embeddings
         has_class_token = kind.has_class_token if add_class_token is None else add_class_token
         self.class_token_len = class_token_len if has_class_token else 0
         self.seq_length = (img_h // patch_dim) * (img_w // patch_dim) + self.class_token_len
@@ -102,6 +104,8 @@ class CLIPViTModel(VisionModule):
             hidden = self.ln_post(hidden)
         if self.drop_class_token:
             hidden = hidden[:, self.class_token_len :]
+        if self.pooled_embeddings:
+            return average_pool(hidden, self.pooled_embeddings)
         return pixel_shuffle(hidden) if self.merges_neighbours else hidden
 
 

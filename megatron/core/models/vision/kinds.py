@@ -16,6 +16,8 @@ class VisionKind:
     has_norm_before: bool  # of the embeddings
     has_norm_after: bool  # of the last layer's output
     reads_any_size: bool = False  # blocks of 2 x 2 patches of an image of any size, without a table
+    # Embeddings are averaged to a number of them, normed, and attend to all of their image.
+    is_pooled: bool = False
 
 
 KINDS = {
@@ -25,6 +27,7 @@ KINDS = {
     "internvit": VisionKind(True, True, False, False),
     "internvit300M": VisionKind(True, True, False, False),
     "vit": VisionKind(True, True, False, True),
+    "gemma3": VisionKind(False, True, False, True, is_pooled=True),
     "qwen2_vl": VisionKind(False, False, False, True, reads_any_size=True),
 }
 
@@ -40,6 +43,7 @@ def get_num_image_embeddings(
     disable_vision_class_token: bool,
     class_token_len: int,
     pixel_shuffle: bool = False,
+    pooled_embeddings: int = 0,
 ) -> int:
     """Return the number of embeddings that a language model gets for one image or tile.
 
@@ -48,6 +52,8 @@ def get_num_image_embeddings(
     kind = KINDS.get(vision_model_type)
     if kind is None:
         raise ConfigError(_UNKNOWN.format(vision_model_type))
+    if kind.is_pooled:
+        return pooled_embeddings
     count = (img_h // patch_dim) * (img_w // patch_dim)
     if kind.has_class_token and not disable_vision_class_token:
         count += class_token_len

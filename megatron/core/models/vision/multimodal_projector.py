@@ -40,6 +40,13 @@ def pixel_shuffle(x: Tensor, scale_factor: float = 0.5, version: int = 2) -> Ten
     return merged
 
 
+def average_pool(x: Tensor, count: int) -> Tensor:
+    """Average squares of embeddings: [b, n, c] -> [b, ``count``, c]; see `pixel_shuffle`."""
+    k = math.isqrt(x.shape[1] // count)
+    pooled: Tensor = pixel_shuffle(x, 1 / k).unflatten(2, (k * k, -1)).mean(2)
+    return pooled
+
+
 TYPES = ("mlp", "affine")
 
 

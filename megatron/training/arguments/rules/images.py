@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.models.vision.kinds import KINDS, image_problems
 from megatron.training.arguments.rules.rule import Settings, refusal
@@ -88,6 +90,22 @@ _ENCODER = where(
         },
     ),
     where(
+        lambda c: KINDS[c.vision_model_type].is_pooled,
+        {
+            "{--pooled-image-embeddings}: patches of {--img-h} and {--img-w} cannot be "
+            "averaged to them: give the square of a divisor of the patches of a side": lambda c: (
+                c.img_h != c.img_w
+                or c.img_h // c.patch_dim % max(1, math.isqrt(c.pooled_image_embeddings))
+                or math.isqrt(c.pooled_image_embeddings) ** 2 != c.pooled_image_embeddings
+            ),
+            "{found} with {--vision-model-type}, whose images are one tile: leave {found} out": (
+                "--use-tiling --use-tile-tags --pixel-shuffle"
+            ),
+            "--image-grid-pinpoints with {--vision-model-type}, whose images are one tile: leave "
+            "--image-grid-pinpoints out": lambda c: bool(c.grids),
+        },
+    ),
+    where(
         "--image-grid-pinpoints",
         {
             "{--image-grid-pinpoints}: {found} numbers are no pairs of height and width: add or "
@@ -157,8 +175,10 @@ _MIMO = where(
         "another one by --hf-assign-unused-tokens <audio>,ID": lambda c: (
             len({*c.special_token_ids.values()}) < len(c.special_token_ids)
         ),
-        "{--vision-model-type}: the encoders of MiMo models read images of one size; use another "
-        "one, or pretrain_vlm.py": lambda c: KINDS[c.vision_model_type].reads_any_size,
+        "{--vision-model-type}: MiMo models have no such encoder; use another one, or "
+        "pretrain_vlm.py": lambda c: (
+            KINDS[c.vision_model_type].reads_any_size or KINDS[c.vision_model_type].is_pooled
+        ),
         "--image-grid-pinpoints: a MiMo model has one placeholder for each embedding of a tile "
         "and no others; use --use-tiling, or pretrain_vlm.py": "--image-grid-pinpoints",
         "--use-packed-sequence: "

@@ -248,6 +248,9 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
     f"examples/mimo/train.py (--model-kind mimo) | {' '.join(_dests_of(MimoConfig))}": lambda c: (
         c.kind.has_placeholders
     ),
+    "--vision-model-type gemma3 | pooled_image_embeddings": lambda c: (
+        c.kind.reads_images and c.vision_model_type == "gemma3"
+    ),
     "an encoder that is trained (no --freeze-ViT) | recompute_vision": lambda c: not c.freeze_ViT,
     "--perform-rl-step or a script that generates text | "
     "inference_dynamic_batching_buffer_size_gb inference_logging_step_interval": lambda c: (
