@@ -61,6 +61,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"position_embedding_type": "rope"},
     ),
+    "sparse_attention": (
+        {
+            **{"multi_latent_attention": True, "q_lora_rank": 12, "kv_lora_rank": 8},
+            **{"qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6, "qk_layernorm": True},
+            **{"experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6},
+            **{"dsa_indexer_head_dim": 8, "dsa_indexer_topk": 5, "dsa_indexer_loss_coeff": 0.5},
+            **{"normalization": "RMSNorm", "init_method_std": 0.3},
+            "dsa_indexer_use_sparse_loss": True,
+        },
+        {"position_embedding_type": "rope"},
+    ),
     "softcap": (
         {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "embedding_scale": 0.0},
         {"position_embedding_type": "none"},
