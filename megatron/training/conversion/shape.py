@@ -16,11 +16,11 @@ from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
 from megatron.core.ssm.mamba_hybrid_layer_allocation import layer_pattern
 from megatron.core.transformer.attention import layer_has_rope
 from megatron.core.transformer.attention_masks import window_of_layer
-from megatron.core.transformer.config.attention import LINEAR_VARIANTS
+from megatron.core.transformer.config.attention import LINEAR_VARIANTS, SPARSE_VARIANT
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.core.transformer.layer_layout import has_experts, has_linear_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.checkpointing.checkpoint_args import EXPERTS, LATENT, LINEAR, YARN
+from megatron.training.checkpointing.checkpoint_args import EXPERTS, LATENT, LINEAR, SPARSE, YARN
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import model_kind, model_kind_of
 
@@ -70,6 +70,7 @@ _READ_BY_SOME: tuple[tuple[Callable[[ModelShape], bool], Iterable[str]], ...] = 
         ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
     ),
     (lambda shape: any(shape.linear_layers), ("linear_layers", *LINEAR)),
+    (lambda shape: shape.attention_variant == SPARSE_VARIANT, SPARSE),
 )
 
 
@@ -137,6 +138,7 @@ class ModelShape:
     qk_head_dim: int | None = None
     qk_pos_emb_head_dim: int | None = None
     v_head_dim: int | None = None
+    mla_latent_norm_epsilon: float | None = None  # None: norm_epsilon
     rotary_scaling_factor: float = 1.0  # 1: no YaRN, and its other values are unset
     yarn_original_max_position_embeddings: int | None = None
     yarn_beta_fast: float | None = None
@@ -165,6 +167,15 @@ class ModelShape:
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
     attention_output_gate: bool = False
+    attention_variant: str | None = None  # of all layers: sparse attention
+    dsa_indexer_n_heads: int = 64
+    dsa_indexer_head_dim: int = 128
+    dsa_indexer_topk: int = 2048
+    dsa_indexer_k_norm_epsilon: float | None = None  # None: norm_epsilon
+    dsa_indexer_rope_interleaved: bool = False
+    dsa_indexer_scoring_relu: bool = True
+    dsa_indexer_topk_freq: int = 1
+    dsa_indexer_skip_topk_offset: int = 0
     moe_router_dtype: str | None = field(default=None, compare=False)
     attention_dropout: float = field(default=0.0, compare=False)
     hidden_dropout: float = field(default=0.0, compare=False)
@@ -176,6 +187,11 @@ class ModelShape:
         for is_read, names in _READ_BY_SOME:
             for name in () if is_read(self) else names:
                 fill(self, name, getattr(ModelShape, name))
+        for name in ("mla_latent_norm_epsilon", "dsa_indexer_k_norm_epsilon"):
+            if getattr(self, name) == self.norm_epsilon:
+                fill(self, name, None)
+        if self.dsa_indexer_topk_freq == 1:
+            fill(self, "dsa_indexer_skip_topk_offset", 0)
         if self.expert_layers and all(self.expert_layers) and self.moe_ffn_hidden_size:
             fill(self, "ffn_hidden_size", self.moe_ffn_hidden_size)
         if self.moe_router_num_groups == self.moe_router_group_topk:  # all groups are chosen
@@ -251,6 +267,8 @@ def shape_of(config: RunConfig, vocab_size: int) -> ModelShape:
         values["expert_layers"] = tuple(has_experts(m, layer) for layer in range(m.num_layers))
     linear = tuple(has_linear_attention(m, layer) for layer in range(m.num_layers))
     values["linear_layers"] = linear if any(linear) else ()
+    if m.experimental_attention_variant == SPARSE_VARIANT:
+        values["attention_variant"] = SPARSE_VARIANT
     return ModelShape(**values)
 
 
@@ -269,7 +287,7 @@ def _yarn(m: TransformerConfig, longest: int | None) -> dict[str, float | None]:
 _CONVERTED = frozenset(
     "kind vocab_size activation is_gated rope_scaling_factor windows without_rope qk_norm "
     "softmax_scale residual_scale embedding_scale output_scale is_tied is_reward expert_layers "
-    "has_binary_head pattern linear_layers others".split()
+    "has_binary_head pattern linear_layers attention_variant others".split()
 )
 
 
@@ -284,7 +302,9 @@ def args_of(shape: ModelShape) -> dict[str, object]:
         "hybrid_override_pattern": shape.pattern or None,
         "moe_layer_freq": [int(is_one) for is_one in shape.expert_layers] or None,
         "linear_attention_freq": [int(is_one) for is_one in shape.linear_layers] or None,
-        "experimental_attention_variant": LINEAR_VARIANTS[0] if shape.linear_layers else None,
+        "experimental_attention_variant": (
+            LINEAR_VARIANTS[0] if shape.linear_layers else shape.attention_variant
+        ),
         "rope_type": "yarn" if shape.rotary_scaling_factor != 1 else None,
         "no_rope_freq": [*map(int, shape.without_rope)] or None,
         "softmax_scale": None if shape.softmax_scale == usual_softmax else shape.softmax_scale,

@@ -42,8 +42,8 @@ def config_of(folder: Path) -> dict:
 )
 @pytest.mark.feature(
     "Checkpoints: OLMo-3, OLMoE, SmolLM3, EXAONE 4, GLM-4, GLM-4.5, Seed-OSS, Granite, "
-    "Ministral 3, Mistral 4, MiniMax-M2, ERNIE 4.5 MoE, Hunyuan-MoE and Kimi-K2 from and to "
-    "Hugging Face"
+    "Ministral 3, Mistral 4, MiniMax-M2, ERNIE 4.5 MoE, Hunyuan-MoE, Kimi-K2, DeepSeek-V3.2 and "
+    "GLM-5 from and to Hugging Face"
 )
 @pytest.mark.parametrize("case", models.CASES)
 def test_a_family_in_and_out(case: str, tmp_path: Path) -> None:
@@ -101,6 +101,8 @@ def test_kimi_k2_is_checked_by_the_class_that_its_config_names(tmp_path: Path) -
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0: only None"),
         ("mistral4", {"n_group": 2}, "n_group 2: only 1"),
         ("olmo3", {"layer_types": ["chunked_attention"] * 2}, "layer_types chunked_attention"),
+        ("glm-5", {"indexer_types": ["shared", "full"]}, "only one indexer for every N layers"),
+        ("glm-5", {"mlp_layer_types": ["wide", "dense"]}, "mlp_layer_types wide"),
         ("seed-oss", {"attention_out_bias": True}, "attention_out_bias True: only False"),
         (
             "olmo3",

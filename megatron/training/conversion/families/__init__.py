@@ -23,12 +23,13 @@ from megatron.training.conversion.families.experts import (
 )
 from megatron.training.conversion.families.llama import DENSE, GPT2, IN_VISION_LANGUAGE
 from megatron.training.conversion.families.mamba import MAMBA2, NEMOTRON_H
+from megatron.training.conversion.families.sparse import DEEPSEEK_V32, GLM_MOE_DSA
 from megatron.training.conversion.families.t5 import T5
 from megatron.training.conversion.family import Family
 
 _EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, OLMOE),
-    *(MINIMAX_M2, ERNIE_MOE, HUNYUAN_MOE, GLM4_MOE, MISTRAL4, KIMI_K2),
+    *(MINIMAX_M2, ERNIE_MOE, HUNYUAN_MOE, GLM4_MOE, MISTRAL4, KIMI_K2, DEEPSEEK_V32, GLM_MOE_DSA),
 )
 _OTHERS = (BERT, MEGATRON_BERT, T5, MAMBA2, NEMOTRON_H)
 FAMILIES: dict[str, Family] = {

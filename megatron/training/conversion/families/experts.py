@@ -507,12 +507,13 @@ def _write_rope(shape: ModelShape) -> Values:
 
 
 _ROPE = Field(_read_rope, _write_rope)
+FIXED_EPSILON = demand(rms_norm_eps=1e-6)  # the only epsilon of latent norms in transformers
 _FIELDS = (
     *SIZES,
     same("attention_dropout", "attention_dropout", 0.0),
     _ROPE,
     same("rms_norm_eps", "norm_epsilon", 1e-6),
-    demand(rms_norm_eps=1e-6),  # the only epsilon of latent norms in transformers
+    FIXED_EPSILON,
     activation("hidden_act", "silu"),
     tied(False),
     demand(attention_bias=False),
