@@ -58,7 +58,7 @@ BUDGETS: dict[str, int] = {
     "training/checkpointing": 13950,
     "training/compat": 3900,
     "training/config": 9250,
-    "training/conversion": 52100,
+    "training/conversion": 53300,
     "training/data": 8450,
     "training/datasets": 0,
     "training/estimates": 5650,

@@ -245,9 +245,11 @@ def _multiply_adds(
     width = (layer.attention, layer.mlp).count(LINEAR) * hidden
     if layer.has_experts:  # the router, and the gate of shared experts
         width += (model.num_moe_experts or 0) + bool(model.moe_shared_expert_gate)
-    products = hidden * width
+    products = float(hidden * width)
     for name, rows, columns in linear_layers(model, layer):
-        selected = model.moe_router_topk if name.startswith(EXPERTS) else 1
+        selected: float = model.moe_router_topk if name.startswith(EXPERTS) else 1
+        if ".indexer." in name:  # its inputs have no gradient, its weights only with a loss
+            selected = (1 + bool(model.dsa_indexer_loss_coeff)) / FORWARD_AND_BACKWARD
         products += selected * sum(rows.values()) * columns
     linear, mixing = float(tokens * products), 0.0
     if layer.attention == FULL:

@@ -37,6 +37,9 @@ SHAPES = {"block_configs": [FULL, LINEAR, ABSENT, FULL]}
         "--qk-l2-norm --position-embedding-type none",
         "--qk-l2-norm --qk-layernorm --position-embedding-type rope",
         "--multi-latent-attention",
+        "--multi-latent-attention --q-lora-rank 8 --experimental-attention-variant dsa "
+        "--dsa-indexer-topk-freq 2 --dsa-indexer-skip-topk-offset 1 --dsa-indexer-n-heads 3 "
+        "--normalization RMSNorm",
         "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
         "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 6 "
         "--linear-value-head-dim 4 --attention-output-gate --add-qkv-bias --num-experts 4",
@@ -137,6 +140,8 @@ def test_tensor_parallel_ranks_share_the_matrices() -> None:
         "--num-experts 4 --moe-latent-size 12",
         "--num-experts 4 --swiglu --lora-target-modules experts.linear_fc1 linear_proj",
         "--multi-latent-attention --q-lora-rank 8 --position-embedding-type rope --lora-use-dora",
+        "--multi-latent-attention --q-lora-rank 8 --position-embedding-type rope "
+        "--experimental-attention-variant dsa",
         "--mtp-num-layers 1 --position-embedding-type rope",
         "--model-kind mamba --hybrid-override-pattern M*-M --mamba-num-groups 1",
         "--experimental-attention-variant gdn --linear-attention-freq 2 --attention-output-gate",

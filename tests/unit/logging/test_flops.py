@@ -269,6 +269,33 @@ def test_torchs_counter_and_a_hand_count_agree_on_linear_attention(counted) -> N
     assert flops.attention == 6 * batch * seq * (3 * (convolution + rule) + scores)
 
 
+@pytest.mark.parametrize(("coefficient", "passes"), [(0, 1), (0.1, 2)])
+def test_torchs_counter_and_a_hand_count_agree_on_sparse_attention(
+    counted, coefficient: float, passes: int
+) -> None:
+    config = run_config(
+        "--transformer-impl local --attention-backend unfused --num-layers 2 --seq-length 48 "
+        "--multi-latent-attention --q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 6 --v-head-dim 6 "
+        "--qk-pos-emb-head-dim 2 --position-embedding-type rope --dsa-indexer-topk 16 "
+        "--experimental-attention-variant dsa --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 4 "
+        f"--dsa-indexer-loss-coeff {coefficient}"
+    )
+    vocab, batch, seq, hidden, heads = 256, 2, 48, 32, 4
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    places = torch.arange(seq).expand(batch, seq)
+    linear, _ = counted(config, vocab, tokens=tokens, labels=tokens, position_ids=places)
+    flops = causal_model_flops(config, batch, vocab)
+    queries, keys = hidden * 8 + 8 * heads * 8, hidden * (8 + 2) + 8 * heads * (6 + 6)
+    attention, mlp = queries + keys + heads * 6 * hidden, 8 * hidden * hidden
+    indexer = 8 * 3 * 4 + hidden * 4 + hidden * 3
+    by_hand = 6 * batch * seq * (2 * (attention + mlp) + hidden * vocab)
+    by_hand += 2 * passes * batch * seq * 2 * indexer
+    assert flops.linear == pytest.approx(by_hand) == pytest.approx(linear, rel=0.01)
+    scores = 3 * (4 + 1) * mean_keys_per_query(seq) * (3 if coefficient else 1) / 3
+    attended = 2 * heads * (8 + 6) / 2 * mean_keys_per_query(seq, 16)
+    assert flops.attention == pytest.approx(6 * batch * seq * 2 * (scores + attended))
+
+
 def test_a_gpu_is_known_by_a_part_of_its_name() -> None:
     assert known_peak("NVIDIA A100-SXM4-80GB") == 312e12
     assert known_peak("NVIDIA H200") == known_peak("NVIDIA H100 80GB HBM3") == 989.4e12
