@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.fsdp import FullyShardedDataParallel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import ParamInfo, info_of, local_part, set_info
 from megatron.training.step.train_step import (
@@ -55,9 +56,23 @@ def share(name: str, whole: Tensor, info: ParamInfo) -> Tensor:
 
 
 def trained(
-    rank: int, world_size: int, tp: int, ddp: dict[str, Any], mode: str
+    rank: int, world_size: int, tp: int, ddp: dict[str, Any], mode: str, rule: str = "muon"
 ) -> dict[str, list[tuple[tuple[int, ...], Tensor]]]:
     """Boxes of the parameters of this rank after some updates by given gradients."""
+    optimizer, module = updated(world_size, tp, ddp, mode, rule)
+    named = [(name, info_of(p), local_part(p.detach())) for name, p in module.named_parameters()]
+    for name, info, state in optimizer.named_state():
+        named += [(f"{kind} {name}", info, kept) for kind, kept in state.items()]
+    return {
+        name: [(offset, view.clone()) for offset, view in info.pieces(tensor)]
+        for name, info, tensor in named
+    }
+
+
+def updated(
+    world_size: int, tp: int, ddp: dict[str, Any], mode: str, rule: str
+) -> tuple[MegatronOptimizer, nn.Module]:
+    """Return the optimizer and the parameters of this rank after three updates."""
     groups = create_process_groups(*make_grids(world_size, tp=tp))
     module = nn.Module()
     for name, (shape, dim, more) in SHAPES.items():
@@ -78,13 +93,14 @@ def trained(
     wrapped: DataParallelBase = kind(ModelConfig(), config, module, pg_collection=groups)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="muon",
+            optimizer=rule,
             lr=0.02,
             weight_decay=0.1,
             clip_grad=0.0,
             use_distributed_optimizer=config.use_distributed_optimizer,
             muon_tp_mode=mode,
             muon_fp32_matmul_prec="high",
+            soap_precondition_frequency=1,
         ),
         [wrapped],
         pg_collection=groups,
@@ -108,19 +124,19 @@ def trained(
             wrapped.finish_grad_sync()
         optimizer.step()
         wrapped.finish_param_sync()
-    return {
-        name: [(offset, view.clone()) for offset, view in info_of(p).pieces(local_part(p.detach()))]
-        for name, p in module.named_parameters()
-    }
+    return optimizer, module
 
 
 def whole(ranks: list[dict[str, list[tuple[tuple[int, ...], Tensor]]]]) -> dict[str, Tensor]:
-    found = {name: torch.full(shape, torch.nan) for name, (shape, _, _) in SHAPES.items()}
-    for rank in ranks:
-        for name, boxes in rank.items():
-            for offset, view in boxes:
-                place = tuple(slice(o, o + n) for o, n in zip(offset, view.shape, strict=True))
-                found[name][place] = view
+    """Return the parameters and the state that the ranks have boxes of."""
+    found: dict[str, Tensor] = {}
+    for name in {name for rank in ranks for name in rank}:
+        boxes = [box for rank in ranks for box in rank.get(name, ())]
+        ends = [[o + n for o, n in zip(at, view.shape, strict=True)] for at, view in boxes]
+        found[name] = torch.full([max(sizes) for sizes in zip(*ends, strict=True)], torch.nan)
+        for offset, view in boxes:
+            place = tuple(slice(o, o + n) for o, n in zip(offset, view.shape, strict=True))
+            found[name][place] = view
     return found
 
 
@@ -148,6 +164,45 @@ def test_a_matrix_is_moved_whole_however_it_is_cut(
     assert not any(tensor.isnan().any() for tensor in expected.values())
     found = whole(run_ranks(trained, world_size, tp, ddp, mode))
     torch.testing.assert_close(found, expected, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tp", "ddp"),
+    [(4, 2, {"bucket_size": 100, **ZERO}), (3, 1, {"use_torch_fsdp2": True})],
+)
+def test_soap_updates_a_matrix_whole_however_it_is_cut(world_size: int, tp: int, ddp: dict):
+    expected = whole(run_ranks(trained, 1, 1, {}, "duplicated", "soap"))
+    found = whole(run_ranks(trained, world_size, tp, ddp, "duplicated", "soap"))
+    # FSDP adds no padding to a row, but weight decay and update may round in another order.
+    is_zero = "use_torch_fsdp2" not in ddp
+    tolerance = tolerances.BITWISE if is_zero else tolerances.of(torch.float32)
+    torch.testing.assert_close(found, expected, **tolerance)
+
+
+def _state_bytes(rank: int, world_size: int, rule: str) -> dict[str, int]:
+    """Return the bytes of this rank's optimizer state, by its kind."""
+    optimizer, _ = updated(world_size, 1, ZERO, "duplicated", rule)
+    found: Counter[str] = Counter()
+    for kind, tensor in optimizer.tensors_by_kind():
+        found[kind.partition(".")[0]] += tensor.nbytes
+    return dict(found)
+
+
+@pytest.mark.parametrize("rule", ["muon", "soap"])
+def test_data_parallel_ranks_divide_the_state_of_matrices(rule: str):
+    (alone,) = run_ranks(_state_bytes, 1, rule)
+    ranks = run_ranks(_state_bytes, 3, rule)
+    kinds = alone.keys() - {"main parameters", "exp_avg", "exp_avg_sq", "step"}
+    assert kinds == (
+        {"momentum_buffer"}
+        if rule == "muon"
+        else {f"soap_{kind}" for kind in ("mean", "square")}
+        | {f"soap_{kind}_{side}" for kind in ("factor", "basis") for side in "lr"}
+    )
+    for kind in kinds:
+        assert sum(rank.get(kind, 0) for rank in ranks) == alone[kind], kind
+    largest = max(sum(rank.get(kind, 0) for kind in kinds) for rank in ranks)
+    assert largest < 0.75 * sum(alone[kind] for kind in kinds)
 
 
 def test_the_blockwise_mode_takes_each_share_for_a_matrix():

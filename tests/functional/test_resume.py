@@ -51,6 +51,9 @@ KINDS = {
     "muon": (
         2, "--optimizer dist_muon --muon-nesterov --swiglu --qk-clip --qk-clip-threshold 0.01"
     ),
+    "soap": (
+        2, "--optimizer soap --soap-precondition-frequency 2 --use-distributed-optimizer --bf16"
+    ),
     "fp8": (
         2, "--fp8-format hybrid --fp8-amax-history-len 4 --bf16 --tensor-model-parallel-size 2 "
         "--sequence-parallel"

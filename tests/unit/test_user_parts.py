@@ -86,7 +86,7 @@ def test_a_registered_optimizer_is_a_choice_and_others_are_listed(
     assert problems_of("--optimizer descent --use-distributed-optimizer --adam-beta1 0.8") == []
     with pytest.raises(SystemExit):
         parse_args(argv=argv("--optimizer ascent"))
-    assert "not one of adam, sgd, lion, muon, dist_muon, descent" in capsys.readouterr().err
+    assert "not one of adam, sgd, lion, muon, dist_muon, soap, descent" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="no class of UpdateRule"):
         register_optimizer("broken", Descent([], None))  # type: ignore[arg-type]
 

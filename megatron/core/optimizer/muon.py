@@ -22,6 +22,7 @@ products; X is transposed first if they hold shards of its rows.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ def owners_of(shapes: Sequence[tuple[int, int]], spans: Sequence[Sequence[Span]]
 
 
 @dataclass(frozen=True, eq=False)
-class _Matrix:
+class Matrix:
     """A matrix of the model; ``param`` is None on a rank that holds no part of it."""
 
     info: ParamInfo
@@ -108,8 +109,8 @@ class _Matrix:
     owner: int
 
 
-class Muon(UpdateRule):
-    """Muon for groups marked "is_matrix"; ``scalar`` updates the other parameters."""
+class MatrixRule(UpdateRule):
+    """Rule for groups marked "is_matrix", on complete matrices; ``scalar`` updates the others."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class Muon(UpdateRule):
         others = iter(scalar.param_groups)
         super().__init__([g if g["is_matrix"] else next(others) for g in groups], config)
         self.scalar = scalar
-        self._groups = process_groups
+        self.groups = process_groups
         scalar._steps = self._steps
         mine = {p.model: p for p in params}
         known = spans or {m: [(0, m.numel())] for m in mine}
@@ -132,19 +133,46 @@ class Muon(UpdateRule):
             m for m in known if is_matrix(info_of(m).name or (mine[m].name if m in mine else ""), m)
         ]
         self._batches = [
-            (is_expert, batch)
+            batch
             for is_expert in (False, True)
             for batch in _batches(
                 [m for m in matrices if info_of(m).is_expert == is_expert], mine, known
             )
         ]
+        # The matrices whose updates this rank computes.
+        self.owned = {
+            m.param.main: m
+            for batch in self._batches
+            for m in batch
+            if m.param is not None and m.owner == self._sharing(m)[1]
+        }
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         self._others = {p for p, group in self._group_of.items() if not group["is_matrix"]}
 
+    @abstractmethod
+    def contribution(self, param: nn.Parameter, grad: Tensor) -> Tensor:
+        """Return this rank's part of the matrix of which `direction` gets the whole."""
+
+    @abstractmethod
+    def direction(self, matrix: Matrix, share: Tensor) -> Tensor:
+        """Return the fp32 update of ``share``, this rank's tensor-parallel shard of a matrix.
+
+        Called by the owner; collective over the tensor-parallel ranks.
+        """
+
+    def tp_group(self, matrix: Matrix) -> ProcessGroup:
+        """Return the ranks over which the rows or columns of ``matrix`` are sharded."""
+        return self.groups.expt_tp if matrix.info.is_expert else self.groups.tp
+
     def new_state(self, param: nn.Parameter) -> State:
-        if param in self._others:
-            return self.scalar.new_state(param)
-        return {"momentum_buffer": torch.zeros_like(param, dtype=torch.float32)}
+        return self.scalar.new_state(param) if param in self._others else self.matrix_state(param)
+
+    @abstractmethod
+    def matrix_state(self, param: nn.Parameter) -> State:
+        """Return the state of a matrix, of which ``param`` is this rank's part.
+
+        Its tensors have the shape of the part; those whose name ends with a number, any shape.
+        """
 
     def update(self, chunk: StateChunk, group: ParamGroup, grad_scale: Tensor | None) -> None:
         self.scalar.update(chunk, group, grad_scale)
@@ -155,42 +183,41 @@ class Muon(UpdateRule):
     ) -> None:
         """Update all parameters as `UpdateRule.step` does.  Collective over the model's ranks."""
         assert only is None or all(param in only for param in self._group_of), (
-            "Muon updates all matrices at once: it excludes optimizer_cpu_offload and "
-            "overlap_param_gather_with_optimizer_step"
+            f"{type(self).__name__} updates all matrices at once: it excludes "
+            "optimizer_cpu_offload and overlap_param_gather_with_optimizer_step"
         )
         super().step(divisor, self._others)
-        with products_in(self.config.muon_fp32_matmul_prec) as dtype:
-            for is_expert, batch in self._batches:
-                self._step_batch(batch, divisor, is_expert, dtype)
+        for batch in self._batches:
+            self._step_batch(batch, divisor)
 
-    def _step_batch(
-        self,
-        batch: Sequence[_Matrix],
-        divisor: float | Tensor,
-        is_expert: bool,
-        dtype: torch.dtype,
-    ) -> None:
-        groups = self._groups
-        # Ranks that hold different parts of the same parameters: of all instances of the optimizer
-        # if there is one, or if they divide the update (HSDP).
+    def _sharing(self, matrix: Matrix) -> tuple[ProcessGroup, int]:
+        """Return the ranks that hold different parts of the same parameters, and this one's index.
+
+        These are all instances of the optimizer if there is one, or if they divide the update
+        (HSDP).
+        """
+        groups = self.groups
         if groups.intra_dist_opt.size() == groups.world.size():
-            group = groups.expt_dp if is_expert else groups.dp_cp
+            group = groups.expt_dp if matrix.info.is_expert else groups.dp_cp
         else:
-            group = groups.intra_expt_dp if is_expert else groups.intra_dp_cp
-        rank = group.rank() if len(batch[0].spans) > 1 else 0
-        means = {n: self._mean(m.param.main, divisor) for n, m in enumerate(batch) if m.param}
-        received = _exchange(batch, lambda n, _: means[n], rank, group, is_to_owner=True)
+            group = groups.intra_expt_dp if matrix.info.is_expert else groups.intra_dp_cp
+        return group, group.rank() if len(matrix.spans) > 1 else 0
+
+    def _step_batch(self, batch: Sequence[Matrix], divisor: float | Tensor) -> None:
+        group, rank = self._sharing(batch[0])
+        mine: dict[int, Tensor] = {}
+        for number, matrix in enumerate(batch):
+            if matrix.param is not None:
+                main = matrix.param.main
+                assert main.grad is not None, "a parameter is updated without a gradient"
+                mine[number] = self.contribution(main, main.grad.float() / divisor).reshape(-1)
+        received = _exchange(batch, lambda n, _: mine[n], rank, group, is_to_owner=True)
         results: dict[int, Tensor] = {}
         for number, matrix in enumerate(batch):
             if matrix.owner == rank:
                 holders = sorted((s, h) for h, s in enumerate(matrix.spans) if s[0] < s[1])
-                parts = [means[number] if h == rank else received[number, h] for _, h in holders]
-                results[number] = orthogonalize_share(
-                    torch.cat(parts).view(matrix.shape).to(dtype),
-                    matrix.info,
-                    groups.expt_tp if is_expert else groups.tp,
-                    self.config,
-                )
+                parts = [mine[number] if h == rank else received[number, h] for _, h in holders]
+                results[number] = self.direction(matrix, torch.cat(parts).view(matrix.shape))
 
         def result(number: int, holder: int) -> Tensor:
             return results[number].view(-1)[slice(*batch[number].spans[holder])]
@@ -203,46 +230,60 @@ class Muon(UpdateRule):
                 direction = result(number, rank) if is_owner else received[number, rank]
                 self._move(matrix.param.main, direction)
 
-    def _mean(self, param: nn.Parameter, divisor: float | Tensor) -> Tensor:
-        """Update the momentum and return the matrix to orthogonalise, flat.
-
-        m = mu m + (1 - mu) g; the result is m, or with Nesterov mu m + (1 - mu) g of the new m.
-        """
-        assert param.grad is not None, "a parameter is updated without a gradient"
-        buffer = self.state_of(param)["momentum_buffer"]
-        momentum = self.config.muon_momentum
-        assert isinstance(buffer, Tensor)
-        grad = param.grad.float() / divisor
-        buffer.lerp_(grad, 1.0 - momentum)
-        mean = grad.lerp(buffer, momentum) if self.config.muon_nesterov else buffer
-        return mean.reshape(-1)
-
     def _move(self, param: nn.Parameter, direction: Tensor) -> None:
         group = self._group_of[param]
         main = self.state_of(param).get("main")
         values = main.read() if isinstance(main, StateStorage) else param.data
         values.mul_(1.0 - group["lr"] * group["weight_decay"])
-        factor = -group["lr"] * self.config.muon_extra_scale_factor
-        values.add_(direction.view_as(values), alpha=factor)
+        values.add_(direction.view_as(values), alpha=-group["lr"])
         if isinstance(main, StateStorage):
             main.write(values)
+
+
+class Muon(MatrixRule):
+    """Muon for matrices."""
+
+    def matrix_state(self, param: nn.Parameter) -> State:
+        return {"momentum_buffer": torch.zeros_like(param, dtype=torch.float32)}
+
+    def step(
+        self, divisor: float | Tensor = 1.0, only: Container[nn.Parameter] | None = None
+    ) -> None:
+        with products_in(self.config.muon_fp32_matmul_prec) as self._dtype:
+            super().step(divisor, only)
+
+    def contribution(self, param: nn.Parameter, grad: Tensor) -> Tensor:
+        """Update the momentum and return the matrix to orthogonalise.
+
+        m = mu m + (1 - mu) g; the result is m, or with Nesterov mu m + (1 - mu) g of the new m.
+        """
+        buffer = self.state_of(param)["momentum_buffer"]
+        momentum = self.config.muon_momentum
+        assert isinstance(buffer, Tensor)
+        buffer.lerp_(grad, 1.0 - momentum)
+        return grad.lerp(buffer, momentum) if self.config.muon_nesterov else buffer
+
+    def direction(self, matrix: Matrix, share: Tensor) -> Tensor:
+        group = self.tp_group(matrix)
+        found = orthogonalize_share(share.to(self._dtype), matrix.info, group, self.config)
+        return found * self.config.muon_extra_scale_factor
 
 
 def _batches(
     models: Sequence[nn.Parameter],
     mine: Mapping[nn.Parameter, OptimizedParam],
     spans: Mapping[nn.Parameter, Sequence[Span]],
-) -> Iterator[list[_Matrix]]:
+) -> Iterator[list[Matrix]]:
     """Yield the batches of matrices, the same on all ranks that share the matrices."""
     infos = [info_of(m) for m in models]
     shapes = [
         torch.Size(i.part.shape if i.part else m.shape) for i, m in zip(infos, models, strict=True)
     ]
     owners = owners_of([(s[0], s[1]) for s in shapes], [spans[m] for m in models])
-    batch: list[_Matrix] = []
+    batch: list[Matrix] = []
     numel = 0
     for model, info, shape, owner in zip(models, infos, shapes, owners, strict=True):
-        batch.append(_Matrix(info, shape, mine.get(model), spans[model], owner))
+        batch.append(Matrix(info, shape, mine.get(model), spans[model], owner))
         numel += prod(shape)
         if numel >= _BATCH_PER_RANK * len(spans[model]):
             yield batch
@@ -253,7 +294,7 @@ def _batches(
 
 
 def _exchange(
-    batch: Sequence[_Matrix],
+    batch: Sequence[Matrix],
     part: Callable[[int, int], Tensor],
     rank: int,
     group: ProcessGroup,
@@ -329,8 +370,33 @@ def orthogonalize_share(
     the shard as a matrix of its own.  Collective over ``group`` if the parameter is sharded over
     it, except in mode blockwise.
     """
-    mode = config.muon_tp_mode
     coefficients = coefficients_of(config.muon_coefficient_type, config.muon_num_ns_steps)
+
+    def compute(_: int, matrix: Tensor, cut: tuple[int, ProcessGroup] | None) -> Tensor:
+        found = orthogonalize(matrix, coefficients, cut=cut).float()
+        shape = list(found.shape)
+        if cut is not None:
+            shape[cut[0]] *= cut[1].size()
+        scale: float = SCALES[config.muon_scale_mode](*shape)
+        return found * scale
+
+    mode = config.muon_tp_mode
+    return map_matrices(share, info, group, compute, mode=mode, split_qkv=config.muon_split_qkv)
+
+
+def map_matrices(
+    share: Tensor,
+    info: ParamInfo,
+    group: ProcessGroup,
+    compute: Callable[[int, Tensor, tuple[int, ProcessGroup] | None], Tensor],
+    *,
+    mode: str = "duplicated",
+    split_qkv: bool = True,
+) -> Tensor:
+    """Return this rank's share of ``compute(number, matrix, cut)`` of each matrix, in fp32.
+
+    `orthogonalize_share` explains ``share`` and ``mode``; ``cut`` as in `orthogonalize`.
+    """
     is_sharded = info.shard_dim is not None and group.size() > 1
     dim = info.shard_dim or 0
     count = group.size() if is_sharded else 1
@@ -340,17 +406,25 @@ def orthogonalize_share(
         all_gather_single(gathered, share.contiguous(), group=group)
         shares = list(gathered.chunk(count))
     result = torch.empty_like(share, dtype=torch.float32)
-    split = [_matrices(each, info, config.muon_split_qkv) for each in (result, *shares)]
-    for place, *parts in zip(*split, strict=True):
+    split = [_matrices(each, info, split_qkv) for each in (result, *shares)]
+    for number, (place, *parts) in enumerate(zip(*split, strict=True)):
         matrix = torch.cat([part.reshape(-1, share.shape[1]) for part in parts], dim)
         cut = (dim, group) if is_sharded and mode == "distributed" else None
-        found = orthogonalize(matrix, coefficients, cut=cut)
+        found = compute(number, matrix, cut)
         if len(parts) > 1:
             found = found.chunk(count, dim)[group.rank()]
-        shape = list(found.shape)
-        shape[dim] *= count
-        place.copy_((found.float() * SCALES[config.muon_scale_mode](*shape)).view_as(place))
+        place.copy_(found.view_as(place))
     return result
+
+
+def complete_shapes(
+    share: torch.Size, info: ParamInfo, count: int, *, split_qkv: bool = True
+) -> list[tuple[int, int]]:
+    """Return the shape of each matrix of a parameter, of which ``count`` ranks have shards."""
+    parts = _matrices(torch.empty(share, device="meta"), info, split_qkv)
+    shapes = [part.reshape(-1, share[1]).shape for part in parts]
+    by_rows = info.shard_dim == 0
+    return [(s[0] * (count if by_rows else 1), s[1] * (1 if by_rows else count)) for s in shapes]
 
 
 def _matrices(share: Tensor, info: ParamInfo, split_interleaved: bool) -> Sequence[Tensor]:

@@ -43,7 +43,7 @@ from megatron.core.optimizer.mixed_precision import (
     copy_main_to_model,
     optimized_params,
 )
-from megatron.core.optimizer.muon import Muon
+from megatron.core.optimizer.muon import MatrixRule
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import (
     ParamGroup,
@@ -93,13 +93,14 @@ class MegatronOptimizer:
         if any(p.info.part is not None for p in self.params):
             self.is_sharded = True
         self.rule: UpdateRule
-        if config.has_muon:
+        rule = update_rule(config.optimizer)
+        if issubclass(rule, MatrixRule):
             others = [group for group in main_groups if not group["is_matrix"]]
             scalar = update_rule(config.muon_scalar_optimizer)(others, config)
             spans = {param: held for each in wrappers for param, held in each.spans_by_rank()}
-            self.rule = Muon(main_groups, config, scalar, self.params, spans, groups)
+            self.rule = rule(main_groups, config, scalar, self.params, spans, groups)
         else:
-            self.rule = update_rule(config.optimizer)(main_groups, config)
+            self.rule = rule(main_groups, config)
         # Gradients that this rank updates by, from `squared_norm` to the update.
         self._grads: list[tuple[ParamInfo, Tensor]] = []
         # Stream of the copies between device and offloaded parameters.
@@ -299,13 +300,21 @@ class MegatronOptimizer:
         every parameter).  Tensors are the live, writable ones; state in reduced precision is a
         `StateStorage`, which is read and written in fp32.  Shapes are the parameter's local shape,
         or flat as described by ``info.part``.  After writing, call `load_scalar_state`.
+        State of complete matrices follows, with a number after the parameter's name.
         """
+        apart: list[tuple[str, ParamInfo, dict[str, Tensor | StateStorage]]] = []
         for p in self.params:
             state = {k: kept for k, kept in self.rule.state_of(p.main).items() if k != "step"}
+            for key in [key for key in state if "." in key]:
+                kind, _, number = key.partition(".")
+                kept = state.pop(key)
+                info = p.info.of_complete(tuple(kept.shape))
+                apart.append((f"{p.name}.{number}", info, {kind: kept}))
             main = state.pop("main", None)
             if main is None and (every_main or p.is_saved_apart):
                 main = p.main.data
             yield p.name, p.info, state if main is None else {"fp32_param": main, **state}
+        yield from apart
 
     def _update(self, divisor: float | Tensor, accepted: Tensor | None = None) -> None:
         """Update by the gradients divided by ``divisor``, and copy the result into the model.

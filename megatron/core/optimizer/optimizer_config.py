@@ -22,6 +22,7 @@ OPTIMIZERS = Registry[object](
         "lion": "megatron.core.optimizer.update_rules:Lion",
         "muon": "megatron.core.optimizer.muon:Muon",
         "dist_muon": "megatron.core.optimizer.muon:Muon",
+        "soap": "megatron.core.optimizer.soap:Soap",
     },
 )
 _OF_PARAMETERS = "the dtypes of the parameters decide"
@@ -61,7 +62,7 @@ class OptimizerConfig(CheckedConfig):
     sgd_momentum: float = _regularization(0.9, "Momentum of --optimizer sgd.")
     optimizer: str = _training(
         "adam",
-        "Optimizer: adam (with decoupled weight decay), sgd (with momentum), lion, or muon "
+        "Optimizer: adam (with decoupled weight decay), sgd (with momentum), lion, or muon or soap "
         "for matrices; dist_muon is muon with --use-distributed-optimizer.",
         choices=OPTIMIZERS,
     )
@@ -105,15 +106,22 @@ class OptimizerConfig(CheckedConfig):
     )
     muon_scalar_optimizer: str = _regularization(
         "adam",
-        "Optimizer for non-matrix parameters when --optimizer is muon or dist_muon.",
+        "Optimizer for non-matrix parameters when --optimizer is muon, dist_muon or soap.",
         choices=("adam", "lion"),
+    )
+    soap_shampoo_beta: float = _regularization(
+        0.95, "Decay rate of the averages whose eigenvectors SOAP uses."
+    )
+    soap_precondition_frequency: int = _regularization(
+        10, "Steps between updates of SOAP's eigenvectors.", at_least=1
     )
     muon_use_syrk: bool = _regularization(
         False, "Compute only one half of Muon's symmetric matmuls.", ignored=flag_messages.NO_KERNEL
     )
     optimizer_cpu_offload: bool = _training(
         False,
-        "Keep optimizer state in host memory and run the optimizer on the CPU; excludes Muon.",
+        "Keep optimizer state in host memory and run the optimizer on the CPU; excludes Muon and "
+        "SOAP.",
     )
     optimizer_offload_fraction: float = _training(
         0.0,
@@ -166,7 +174,7 @@ class OptimizerConfig(CheckedConfig):
     overlap_param_gather_with_optimizer_step: bool = option(
         False,
         "All-gather each parameter bucket as soon as it is updated; needs "
-        "--overlap-param-gather, excludes Muon.",
+        "--overlap-param-gather, excludes Muon and SOAP.",
         group="distributed",
     )
     use_distributed_optimizer: bool = option(
@@ -241,7 +249,8 @@ class OptimizerConfig(CheckedConfig):
         ),
         {
             "{found}: a number from 0 up to, but not including, 1 is needed": given(
-                "--adam-beta1 --adam-beta2 --lion-beta1 --lion-beta2 --muon-momentum",
+                "--adam-beta1 --adam-beta2 --lion-beta1 --lion-beta2 --muon-momentum "
+                "--soap-shampoo-beta",
                 lambda rate: not 0 <= rate < 1,
             ),
             "{found}: a number greater than 0 is needed": given(
@@ -267,6 +276,6 @@ class OptimizerConfig(CheckedConfig):
     )
 
     @property
-    def has_muon(self) -> bool:
-        """Whether Muon updates the matrices."""
-        return self.optimizer in ("muon", "dist_muon")
+    def has_matrix_rule(self) -> bool:
+        """Whether a rule of complete matrices (Muon, SOAP) updates the matrices."""
+        return self.optimizer in ("muon", "dist_muon", "soap")

@@ -72,7 +72,7 @@ class ParamGroup(ScheduledGroup, total=False):
 
     params: list[nn.Parameter]
     is_expert_parallel: bool
-    is_matrix: bool  # whether Muon updates them; present only under Muon
+    is_matrix: bool  # whether Muon or SOAP updates them; present only under these
     betas: tuple[float, float]
     eps: float
     momentum: float
@@ -87,7 +87,7 @@ def no_weight_decay_on_embeddings(name: str, param: nn.Parameter) -> bool:
 
 
 def is_matrix(name: str, param: nn.Parameter) -> bool:
-    """Return whether Muon updates a parameter: a matrix, but no embedding or output layer.
+    """Return whether Muon or SOAP updates a parameter: a matrix, but no embedding or output layer.
 
     The weight of a router is such a matrix; position embeddings and relative biases are not.
     """
@@ -116,7 +116,7 @@ def mup_factors(
     is_in_layer = len(info_of(param).global_shape) == 2 and is_no_table(name, param)
     if config.optimizer == "sgd":
         factor = 1.0 if is_in_layer else width
-    elif is_in_layer and not (config.has_muon and is_matrix(name, param)):
+    elif is_in_layer and not ("muon" in config.optimizer and is_matrix(name, param)):
         factor = 1.0 / width
     else:
         factor = 1.0
@@ -208,7 +208,7 @@ def make_param_groups(
             "lr": peak * own_lr_mult,
             "weight_decay": config.weight_decay * wd_mult,
         }
-        if config.has_muon:
+        if config.has_matrix_rule:
             group["is_matrix"] = is_matrix(name, param)
         if own.keys() & {"max_lr", "min_lr"}:
             group["max_lr"] = peak

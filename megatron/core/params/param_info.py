@@ -84,6 +84,16 @@ class ParamInfo:
         """Whether all tensor-parallel ranks hold the same values."""
         return self.shard_dim is None or self.shard_count == 1
 
+    def of_complete(self, shape: tuple[int, ...]) -> ParamInfo:
+        """Return the record of a tensor of the same ranks that none of them shards."""
+        part = self.part and replace(self.part, shape=shape, start=0)
+        return ParamInfo(
+            global_shape=shape,
+            is_expert=self.is_expert,
+            is_duplicate=self.is_duplicate,
+            part=part,
+        )
+
     def slices(self, local_shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
         """Yield pairs (local, global) of slices along ``shard_dim``, without padding."""
         dim = 0 if self.shard_dim is None else self.shard_dim

@@ -150,6 +150,8 @@ megatron_fsdp_main_params_dtype fp32,bf16,fp16,auto fp32 | Type of FSDP's parame
     FSDP stores parameters in fp32
 megatron_fsdp_main_grads_dtype fp32,bf16,fp16,auto auto | Type of FSDP's gradients. |
     FSDP accumulates gradients in fp32
+use_layer_wise_param_layout bool True --no-use-layer-wise-param-layout | Do not place complete
+    matrices on ranks for dist_muon. | ranks share matrices by element and send parts to their owner
 use_sharp | Let the network switches reduce gradients. | the environment variable
     NCCL_COLLNET_ENABLE=1 lets NCCL use the switches
 sharp_enabled_group dp,dp_replica | Process group that --use-sharp serves. | it only adjusts

@@ -208,8 +208,8 @@ WHOLE_GRADIENTS = next(n.dests for n in NEEDS if n.words.startswith("gradient bu
 
 
 HALVES = (
-    "adam_beta1 adam_beta2 lion_beta1 lion_beta2 muon_momentum rotary_percent mask_prob "
-    "optimizer_offload_fraction short_seq_prob hybrid_attention_ratio "
+    "adam_beta1 adam_beta2 lion_beta1 lion_beta2 muon_momentum soap_shampoo_beta rotary_percent "
+    "mask_prob optimizer_offload_fraction short_seq_prob hybrid_attention_ratio "
     "hybrid_mlp_ratio"
 ).split()
 # Where 5 is no value that another check lets pass.

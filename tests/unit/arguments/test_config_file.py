@@ -239,7 +239,8 @@ def test_mistakes_in_a_file_are_reported_together(
     assert f"--yaml-cfg {file}: lr: True is not a value" in text
     assert "--num-layers x: a whole number is needed" in text
     assert (
-        "--optimizer adma: not one of adam, sgd, lion, muon, dist_muon (did you mean adam?)" in text
+        "--optimizer adma: not one of adam, sgd, lion, muon, dist_muon, soap (did you mean adam?)"
+        in text
     )
 
 

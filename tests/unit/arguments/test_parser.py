@@ -33,7 +33,7 @@ def test_every_mistake_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -
     assert message_of(words, capsys) == [
         "--num-layers x: a whole number is needed",
         "--lr 1e-x: a number is needed",
-        "--optimizer adma: not one of adam, sgd, lion, muon, dist_muon (did you mean adam?)",
+        "--optimizer adma: not one of adam, sgd, lion, muon, dist_muon, soap (did you mean adam?)",
         "--timing-log-level 4: not one of 0, 1, 2",
         "--attention-backend flush: not one of flash, fused, unfused, local, auto",
         "--no-rope-freq [1: a layer pattern is an int or a list expression like ([1]*3+[0])*2",

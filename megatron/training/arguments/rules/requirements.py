@@ -25,7 +25,7 @@ from megatron.training.config.vision import ImageClassifierConfig, VisionConfig
 
 def _optimizer_of_vectors(c: Settings) -> object:
     """Return the optimizer of parameters that are not matrices."""
-    return c.muon_scalar_optimizer if "muon" in c.optimizer else c.optimizer
+    return c.muon_scalar_optimizer if c.has_matrix_rule else c.optimizer
 
 
 NEEDS_GPU = needs(
@@ -156,7 +156,8 @@ _FLAGS_NEEDED = parse_table(
 _MUON = [
     f.name
     for f in fields(OptimizerConfig)
-    if f.name.startswith("muon_") and f.name not in ("muon_tp_mode", "muon_use_syrk")
+    if f.name.startswith("muon_")
+    and f.name not in ("muon_tp_mode", "muon_use_syrk", "muon_scalar_optimizer")
 ]
 
 
@@ -175,6 +176,10 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
         _optimizer_of_vectors(c) not in ("adam", "sgd")
     ),
     f"--optimizer muon | {' '.join(_MUON)}": lambda c: "muon" in c.optimizer,
+    "--optimizer muon or soap | muon_scalar_optimizer": lambda c: c.has_matrix_rule,
+    "--optimizer soap | soap_shampoo_beta soap_precondition_frequency": lambda c: (
+        c.optimizer == "soap"
+    ),
     "pretraining of a left-to-right language model on data files | "
     "index_free fim_data pack_documents": lambda c: c.reads_documents,
     "pretraining or SFT of a left-to-right language model on data files | "

@@ -208,7 +208,7 @@ _SCHEDULE = rules(
 # A bucket contains parts of parameters.  Besides Muon, user-defined optimizers may declare that
 # their update is not element-wise.
 def _find_splits_of_parameters(c: Settings) -> list[str]:
-    if c.has_muon or update_rule(c.optimizer).is_element_wise:
+    if c.has_matrix_rule or update_rule(c.optimizer).is_element_wise:
         return []
     return [
         *(["--use-distributed-optimizer"] if c.config.optimizer.use_distributed_optimizer else ()),
@@ -265,18 +265,18 @@ _OPTIMIZER = rules(
         ),
     ),
     where(
-        lambda c: c.has_muon,
+        lambda c: c.has_matrix_rule,
         {
-            "--overlap-param-gather-with-optimizer-step and {--optimizer}: a Muon step needs "
+            "--overlap-param-gather-with-optimizer-step and {--optimizer}: its step needs "
             "complete matrices, not buckets; "
             "use --overlap-param-gather alone": "--overlap-param-gather-with-optimizer-step",
             # these formats number the parameters as a single Adam optimizer does
             "{--ckpt-format} cannot store the two kinds of state of {--optimizer}: use "
             "safetensors_dist "
             "or torch_dist": lambda c: c.save and c.ckpt_format in ("torch", "torch_dcp"),
-            "--optimizer-cpu-offload and {--optimizer} exclude each other: Muon's matmuls run on "
-            "the GPU; keep the first with --optimizer adam, or use --optimizer dist_muon alone, "
-            "which shards its state over data-parallel ranks": None,
+            "--optimizer-cpu-offload and {--optimizer} exclude each other: its matmuls run on the "
+            "GPU; keep the first with --optimizer adam, or use --use-distributed-optimizer, "
+            "which shards its state over data-parallel ranks": "--optimizer-cpu-offload",
         },
     ),
     where(
@@ -294,7 +294,7 @@ _OPTIMIZER = rules(
             "the model's; keep one": "--lora-rank",
             "--use-mup with {--optimizer} and {--muon-scale-mode}: the update would grow with the "
             "square root of the width; use --muon-scale-mode unit_rms_norm": lambda c: (
-                c.has_muon and c.muon_scale_mode == "spectral"
+                "muon" in c.optimizer and c.muon_scale_mode == "spectral"
             ),
             "--use-mup with --optimizer sgd and {--num-experts}: routers would need a learning "
             "rate of their own; use --optimizer adam": lambda c: (
@@ -323,7 +323,7 @@ _OPTIMIZER = rules(
 
 def _find_missing_moments(c: Settings) -> list[tuple[str, str, str]]:
     """Return flag and dtype of moments that the optimizer of vectors does not have."""
-    flag = "--muon-scalar-optimizer" if c.has_muon else "--optimizer"
+    flag = "--muon-scalar-optimizer" if c.has_matrix_rule else "--optimizer"
     lacking = {"sgd": "--exp-avg-dtype --exp-avg-sq-dtype", "lion": "--exp-avg-sq-dtype"}
     moments = lacking.get(c.value(flag), "")
     return [(moment, flag, c.shown(flag)) for moment in given(moments, _is_reduced)(c)]
