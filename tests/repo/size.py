@@ -31,7 +31,7 @@ BUDGETS: dict[str, int] = {
     "core/fusions": 40350,
     "core/inference": 46750,
     "core/models": 26150,
-    "core/optimizer": 16600,
+    "core/optimizer": 18150,
     "core/parallel": 10100,
     "core/params": 3700,
     "core/peft": 6500,

@@ -271,6 +271,7 @@ _FEATURES = (
     _drawn("trained", "frozen-language-model", "--freeze-LM", "images"),
     _drawn("projector", "affine-projector", "--vision-projection-type affine", "images"),
     _model("attention", "plain-attention", "--attention-backend unfused"),
+    _model("largest scores", "qk-clip", "--qk-clip --qk-clip-threshold 0.02"),
     _model("documents", "reset-mask", "--reset-attention-mask"),
     _model("masked", "eod-mask", "--eod-mask-loss"),
     Feature(name="padded", group="padded", words="samples that end early", is_layout=False),
