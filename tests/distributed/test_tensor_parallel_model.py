@@ -72,6 +72,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"position_embedding_type": "rope"},
     ),
+    "hyper_connections": (
+        {
+            **{**LLAMA, "enable_mhc_connections": True, "mhc_num_residual_streams": 3},
+            **{"mhc_init_gating_factor": 0.5, "mhc_recompute_layer_num": 2},
+        },
+        {"position_embedding_type": "rope"},
+    ),
     "softcap": (
         {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "embedding_scale": 0.0},
         {"position_embedding_type": "none"},

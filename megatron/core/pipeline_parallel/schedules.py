@@ -201,7 +201,7 @@ def messages_of(
         (
             (seq_length + (decoder_seq_length if stage >= encoder_stages else 0)) // cut,
             micro_batch_size,
-            config.hidden_size,
+            config.residual_width,
         )
         for stage in range(num_stages - 1)
     ]

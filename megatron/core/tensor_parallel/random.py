@@ -345,13 +345,22 @@ class CheckpointWithoutOutput:
         """Free the output now; recompute it when the gradient of ``hook_tensor`` is computed."""
         if not hook_tensor.requires_grad:
             return
+        self.discard_output()
+
+        def recompute(_grad: Tensor) -> None:
+            self.recompute()
+
+        hook_tensor.register_hook(recompute)
+
+    def discard_output(self) -> None:
+        """Free the output now; the caller calls `recompute` before backward reads it."""
         for output in self._outputs:
             # An operation of torch: memory tracers see it.
             torch.ops.inductor.resize_storage_bytes_(output, 0)
-        hook_tensor.register_hook(self._recompute)
 
     @torch.no_grad()
-    def _recompute(self, _grad: Tensor) -> None:
+    def recompute(self) -> None:
+        """Fill the output again."""
         context = self.context
         assert context is not None, "recomputed once"
         # The graph of the recomputation, which backward uses.

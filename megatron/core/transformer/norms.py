@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.random import fork_for_tokens
+from megatron.core.transformer.hyper_connection import RecomputedStreams
 from megatron.core.transformer.module import is_replaced
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -53,7 +54,7 @@ class PendingSum(NamedTuple):
             return norm_rows_of_sum(added, self.residual, self.prob, (weight, bias), eps)
 
 
-Stream = Tensor | PendingSum  # hidden states between sublayers
+Stream = Tensor | PendingSum | RecomputedStreams  # hidden states between sublayers
 
 
 def leaves_bias_to_sum(
@@ -72,7 +73,7 @@ def leaves_bias_to_sum(
 
 def summed(stream: Stream) -> Tensor:
     """Return hidden states, whose sum is computed if it is pending."""
-    return stream.total() if isinstance(stream, PendingSum) else stream
+    return stream if isinstance(stream, Tensor) else stream.total()
 
 
 def normalize(
@@ -122,7 +123,7 @@ class Norm(nn.Module):
         self.weight = vector("zeros" if self.is_zero_centered else "ones")
         self.bias: nn.Parameter | None = None if self.is_rms else vector("zeros")
 
-    def forward(self, x: Stream) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | PendingSum) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize: [..., h] -> [..., h].  Of a `PendingSum`, return the sum and its norm."""
         if isinstance(x, PendingSum):
             if self.norm_rows is norm_rows:

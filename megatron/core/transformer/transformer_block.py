@@ -27,6 +27,7 @@ from megatron.core.transformer.activation_offload import ActivationOffload
 from megatron.core.transformer.config.attention import LINEAR_VARIANTS
 from megatron.core.transformer.cuda_graphs import LayerGraphs
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
+from megatron.core.transformer.hyper_connection import HyperConnection
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.layer_layout import layers_of_stage
 from megatron.core.transformer.low_precision import quantize_layer
@@ -134,7 +135,10 @@ class TransformerBlock(MegatronModule):
             for layer in self.layers
         ]
         takers.append(self.final_layernorm is not None)
-        self._defer_sums = [a and b for a, b in pairwise(takers)]
+        size = config.mhc_recompute_layer_num or len(takers)
+        self._defer_sums = [
+            a and b and bool(i % size) for i, (a, b) in enumerate(pairwise(takers), start=1)
+        ]
 
     def sharded_state_dict(
         self,
@@ -189,6 +193,9 @@ class TransformerBlock(MegatronModule):
             quantize_layer(layer, config, start + i, pg_collection=groups)
             self.layers.append(layer)
         norm = self.submodules.layer_norm
+        self.hyper_head: HyperConnection | None = None
+        if self.post_process and config.enable_mhc_connections:
+            self.hyper_head = HyperConnection(config, only_reads=True)
         if self.post_process and self.post_layer_norm and norm is not None:
             self.final_layernorm = build_norm(norm, config, config.hidden_size)
 
@@ -231,9 +238,13 @@ class TransformerBlock(MegatronModule):
         }
         if self.config.dsa_indexer_topk_freq > 1:  # masks of this pass by layer
             shared["selections"] = {}
+        if self.pre_process and self.config.enable_mhc_connections:
+            hidden_states = hidden_states.repeat(1, 1, self.config.mhc_num_residual_streams)
         stream: Stream = hidden_states
         for span in self._spans():
             stream = self._run_span(span, stream, shared)
+        if self.hyper_head is not None:
+            (stream,) = self.hyper_head(summed(stream))
         if self.final_layernorm is None:
             return summed(stream)
         return norm_hidden(self.final_layernorm, stream)[1]

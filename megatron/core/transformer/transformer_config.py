@@ -93,6 +93,13 @@ class TransformerConfig(
     quant_recipe: Any = library_field(None, flag_messages.KITCHEN, refused=True)
 
     @property
+    def residual_width(self) -> int:
+        """Width of a token's hidden states between layers: that of all residual streams."""
+        return self.hidden_size * (
+            self.mhc_num_residual_streams if self.enable_mhc_connections else 1
+        )
+
+    @property
     def why_own_matrices(self) -> str | None:
         """Why linear layers are our own even with --transformer-impl transformer_engine, or None.
 

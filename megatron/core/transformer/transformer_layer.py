@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError
@@ -27,6 +28,7 @@ from megatron.core.tensor_parallel.random import (
     checkpoint,
     fork_for_tokens,
 )
+from megatron.core.transformer.hyper_connection import HyperConnection
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.layer_layout import layers_of_stage
@@ -145,12 +147,18 @@ class ResidualLayer(MegatronModule, BaseTransformerLayer):
         stream: Stream,
         norms: tuple[nn.Module, nn.Module | None],
         bda: GetBiasDropoutAdd,
+        connection: HyperConnection | None = None,
     ) -> Stream:
         """Add the output of sublayer ``part`` to the residual stream: [s, b, h] -> [s, b, h].
 
         ``norms``: the norms of the sublayer's input and (or None) of its output.  On a GPU the
-        addition waits for the norm of the next sublayer (`PendingSum`).
+        addition waits for the norm of the next sublayer (`PendingSum`).  With ``connection``
+        there are several streams: [s, b, n h] -> [s, b, n h].
         """
+        write: Callable[[Tensor], Stream] | None = None
+        if connection is not None:
+            assert not isinstance(stream, PendingSum), "streams are added at once"
+            stream, write = connection.read(stream)
         memory: CheckpointWithoutOutput | None = None
         if self.recomputes_norms and self.training and not isinstance(norms[0], IdentityOp):
             memory = CheckpointWithoutOutput()
@@ -171,6 +179,10 @@ class ResidualLayer(MegatronModule, BaseTransformerLayer):
             x, bias = added
             added = x * scale, None if bias is None else bias * scale
         prob = self.hidden_dropout if self.training else 0.0
+        if write is not None:
+            x, bias = added
+            with fork_for_tokens(prob > 0, is_sequence_sharded=self.is_sequence_sharded):
+                return write(F.dropout(x if bias is None else x + bias, prob))
         is_ours = bda is get_bias_dropout_add and self.config.bias_dropout_fusion
         if is_ours and adds_in_norm(*added, residual):
             return PendingSum(*added, residual, prob, self.is_sequence_sharded)
@@ -230,6 +242,11 @@ class TransformerLayer(ResidualLayer):
         self.post_mlp_layernorm = norm(getattr(submodules, "post_mlp_layernorm", IdentityOp))
         whole_mlp = "moe" if isinstance(self.mlp, MoELayer) else "mlp"
         self.recompute_mlp = whole_mlp in config.modules_to_recompute
+        self.self_attention_hyper_connection: HyperConnection | None = None
+        self.mlp_hyper_connection: HyperConnection | None = None
+        if config.enable_mhc_connections:
+            self.self_attention_hyper_connection = HyperConnection(config)
+            self.mlp_hyper_connection = HyperConnection(config)
         self.recompute_input_layernorm, self.recompute_pre_mlp_layernorm = (
             self.recomputes_norms and not isinstance(each, IdentityOp)
             for each in (self.input_layernorm, self.pre_mlp_layernorm)
@@ -331,7 +348,8 @@ class TransformerLayer(ResidualLayer):
             **more,
         )
         norms = self.input_layernorm, getattr(self, "post_self_attn_layernorm", None)
-        hidden_states = self.add_part(attend, hidden_states, norms, self.self_attn_bda)
+        connection = self.self_attention_hyper_connection
+        hidden_states = self.add_part(attend, hidden_states, norms, self.self_attn_bda, connection)
         if self.has_cross_attention:
             hidden_states = self.add_cross_attention(
                 hidden_states, context, context_mask, inference_context
@@ -372,7 +390,8 @@ class TransformerLayer(ResidualLayer):
         run = partial(checkpoint, mlp, False) if self.recompute_mlp and self.training else mlp
         has_mask = padding_mask is not None and isinstance(self.mlp, MoELayer)
         masks = (padding_mask,) if has_mask else ()
-        return self.add_part(lambda x: run(x, *masks), hidden_states, norms, self.mlp_bda)
+        more = self.mlp_bda, self.mlp_hyper_connection
+        return self.add_part(lambda x: run(x, *masks), hidden_states, norms, *more)
 
     def capture_parts(self, *, whole: bool) -> tuple[LayerRun | None, LayerRun | None]:
         """See `ResidualLayer`.  MoE is not captured: the host must read token counts."""

@@ -92,7 +92,7 @@ class DistillationModel(MegatronModule):
         """Set the hidden states of both models that the previous stage sent."""
         received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         (teacher,) = self.frozen
-        widths = [self.config.hidden_size, teacher.config.hidden_size]
+        widths = [self.config.residual_width, teacher.config.residual_width]
         for model, part in zip((self.module, teacher), received.split(widths, -1), strict=True):
             model.set_input_tensor([part.contiguous()])  # type: ignore[operator]
 
@@ -100,7 +100,7 @@ class DistillationModel(MegatronModule):
         self, received: list[Shape], sent: list[Shape]
     ) -> tuple[list[Shape], list[Shape]]:
         """Add the width of the teacher's hidden states to the shapes that stages send."""
-        more = self.frozen[0].config.hidden_size
+        more = self.frozen[0].config.residual_width
         return [(s, b, h + more) for s, b, h in received], [(s, b, h + more) for s, b, h in sent]
 
     def forward(self, *inputs: object, **kwargs: object) -> Tensor:
@@ -184,12 +184,12 @@ class DistillationModel(MegatronModule):
 def check_pairs(pairs: Sequence[LayerPair], student: RunConfig, teacher: RunConfig) -> None:
     """Raise ConfigError unless the last stages of both models have the layers of ``pairs``."""
     what = "intermediate_layer_pairs of --export-kd-cfg"
-    mine = student.model.hidden_size
-    its = teacher.model.hidden_size
+    mine = student.model.residual_width
+    its = teacher.model.residual_width
     if pairs and mine != its:
         raise ConfigError(
-            f"{what}: hidden size {mine} of the student and {its} of the teacher: only states of "
-            "one size can be compared; leave the pairs out"
+            f"{what}: hidden states of width {mine} of the student and {its} of the teacher: only "
+            "states of one width can be compared; leave the pairs out"
         )
     granularity = student.model.recompute_granularity
     if granularity == "full" and any(pair.student is not None for pair in pairs):

@@ -153,6 +153,7 @@ def check_targets(config: RunConfig, targets: Targets) -> None:
     problems = {
         "pruning is not implemented for --multi-latent-attention": model.multi_latent_attention,
         "pruning is not implemented for --moe-latent-size": model.moe_latent_size,
+        "pruning is not implemented for --enable-mhc-connections": model.enable_mhc_connections,
         "pruning is not implemented for --experimental-attention-variant and "
         "--attention-output-gate": (
             model.experimental_attention_variant or model.attention_output_gate

@@ -96,6 +96,7 @@ TILES = tuple(
 FORCED = (
     *"""
     attention_output_gate experimental_attention_variant linear_attention_freq
+    enable_mhc_connections mhc_num_residual_streams mhc_sinkhorn_iterations
     num_query_groups group_query_attention add_qkv_bias qk_layernorm qk_layernorm_full_width
     qk_layernorm_after_rope qk_l2_norm apply_query_key_layer_scaling attn_logit_softcapping
     softmax_scale softmax_type
@@ -173,6 +174,7 @@ SHOWN_BY_TENSORS = frozenset(
     attention_output_gate experimental_attention_variant linear_attention_freq
     linear_conv_kernel_dim linear_num_key_heads linear_num_value_heads
     dsa_indexer_n_heads dsa_indexer_head_dim
+    enable_mhc_connections mhc_num_residual_streams
     """.split()
 ) | {*HEADS}
 # Flags that --finetune may change: the model is trained for longer contexts.
@@ -437,6 +439,7 @@ def _is_read(name: str, values: Arguments) -> bool:
         (LATENT[1:], is_latent),
         ("linear_", values["experimental_attention_variant"] in LINEAR_VARIANTS),
         (SPARSE, values["experimental_attention_variant"] == SPARSE_VARIANT),
+        ("mhc_", values["enable_mhc_connections"]),
         (EXPERTS[1:], is_moe),
         ("moe_", is_moe),
         (("mamba_", "hybrid_"), kind.is_hybrid),

@@ -71,6 +71,10 @@ _READ_BY_SOME: tuple[tuple[Callable[[ModelShape], bool], Iterable[str]], ...] = 
     ),
     (lambda shape: any(shape.linear_layers), ("linear_layers", *LINEAR)),
     (lambda shape: shape.attention_variant == SPARSE_VARIANT, SPARSE),
+    (
+        lambda shape: shape.enable_mhc_connections,
+        ("mhc_num_residual_streams", "mhc_sinkhorn_iterations"),
+    ),
 )
 
 
@@ -115,6 +119,9 @@ class ModelShape:
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     residual_scale: float = 1.0
+    enable_mhc_connections: bool = False
+    mhc_num_residual_streams: int = 4
+    mhc_sinkhorn_iterations: int = 20
     embedding_scale: float = 1.0
     output_scale: float = 1.0  # of the output layer's input
     is_tied: bool = False

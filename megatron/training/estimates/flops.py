@@ -25,7 +25,12 @@ from megatron.core.transformer.config.attention import SPARSE_VARIANT
 from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
-from megatron.training.estimates.parameters import EXPERTS, linear_layers, projector_layers
+from megatron.training.estimates.parameters import (
+    EXPERTS,
+    linear_layers,
+    projector_layers,
+    streams_matrix,
+)
 from megatron.training.models.encoders import (
     MediaEncoder,
     encoders_of,
@@ -221,7 +226,8 @@ def _heads(config: RunConfig, padded_vocab_size: int, hidden_share: float) -> fl
         return (config.data.decoder_seq_length or 0) * hidden * padded_vocab_size
     ahead = model.mtp_num_layers or 0
     columns = padded_vocab_size + ahead * (padded_vocab_size + 2 * hidden)
-    return length * hidden * columns
+    joined = streams_matrix(model, 1)[0] * model.enable_mhc_connections
+    return length * (hidden * columns + joined)
 
 
 def _multiply_adds(
@@ -251,7 +257,11 @@ def _multiply_adds(
         if ".indexer." in name:  # its inputs have no gradient, its weights only with a loss
             selected = (1 + bool(model.dsa_indexer_loss_coeff)) / FORWARD_AND_BACKWARD
         products += selected * sum(rows.values()) * columns
-    linear, mixing = float(tokens * products), 0.0
+    mixed = 0
+    if model.enable_mhc_connections:  # of attention and MLP; their streams are read and mixed
+        products += 2 * streams_matrix(model)[0]
+        mixed = 2 * (1 + model.mhc_num_residual_streams) * model.residual_width
+    linear, mixing = float(tokens * products), float(tokens * mixed)
     if layer.attention == FULL:
         is_causal = stack.is_causal and not layer.is_encoder
         at = min(layer_index, model.num_layers - 1)  # MTP layers are like the last one

@@ -66,7 +66,7 @@ def head_parameters(config: RunConfig, padded_vocab_size: int) -> int:
         is_tied = not config.language_model.untie_embeddings_and_output_weights
         has_bias = is_tied and m.add_bias_linear
         return 2 * (norm + bias) + (padded_vocab_size // tp if has_bias else 0)
-    return norm
+    return norm + (sum(streams_matrix(m, 1)) + 1) * m.enable_mhc_connections
 
 
 def encoder_parameters(config: RunConfig) -> int:
@@ -118,8 +118,9 @@ def _layer_parameters(m: TransformerConfig, layer: Layer) -> int:
     per_channel = _parameters_per_channel(m)
     norms = per_channel * hidden * (2 if m.layer_norm_placement == "sandwich" else 1)
     parts = layer.attention, layer.mlp
+    connection = sum(streams_matrix(m)) + 3  # bias and scales
     num_parts = parts.count(FULL) + parts.count(LINEAR) + parts.count(DELTA_NET)
-    total = norms * (num_parts + layer.has_mixer)
+    total = (norms + connection * m.enable_mhc_connections) * (num_parts + layer.has_mixer)
     total += hidden**2 // tp * parts.count(LINEAR)
     total += _weights(m, linear_layers(m, layer))
     if layer.attention == FULL:
@@ -143,6 +144,15 @@ def _layer_parameters(m: TransformerConfig, layer: Layer) -> int:
         delta = delta_net_shape(m)
         total += delta.num_sharded // tp + delta.value_width
     return total
+
+
+def streams_matrix(m: TransformerConfig, kinds: int = 3) -> tuple[int, int]:
+    """Return the number of weights and of rows of a matrix that computes weights of streams.
+
+    ``kinds``: 3 for a sublayer; 1 at the end of the model, which only reads the streams.
+    """
+    rows = m.mhc_num_residual_streams * (1 if kinds == 1 else 2 + m.mhc_num_residual_streams)
+    return rows * m.residual_width, rows
 
 
 def _weights(m: TransformerConfig, layers: Matrices) -> int:

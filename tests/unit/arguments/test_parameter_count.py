@@ -43,6 +43,7 @@ SHAPES = {"block_configs": [FULL, LINEAR, ABSENT, FULL]}
         "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
         "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 6 "
         "--linear-value-head-dim 4 --attention-output-gate --add-qkv-bias --num-experts 4",
+        "--enable-mhc-connections --mhc-num-residual-streams 3 --normalization RMSNorm",
         "--softmax-type learnable --num-experts 4 --quick-geglu "
         "--moe-shared-expert-intermediate-size 8",
         "--num-experts 4 --moe-latent-size 12 --moe-shared-expert-intermediate-size 8",

@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "2 replicas of pp2": (4, {"pp": 2}, {}),
     "ep2": (2, {"ep": 2}, MOE),
     "ep2 pp2": (4, {"ep": 2, "pp": 2}, MOE),
+    "pp2 of several streams": (2, {"pp": 2}, {"enable_mhc_connections": True}),
 }
 
 
@@ -143,7 +144,10 @@ def assert_equal(found: Tokens, wanted: Tokens) -> None:
 
 @pytest.mark.feature("Generation: the same tokens with TP, PP, EP and replicas as on one process")
 @pytest.mark.parametrize(
-    "name", selection.only(["tp2 pp2", "2 replicas of pp2", "ep2 pp2", "tp2"], LAYOUTS)
+    "name",
+    selection.only(
+        ["tp2 pp2", "2 replicas of pp2", "ep2 pp2", "tp2", "pp2 of several streams"], LAYOUTS
+    ),
 )
 def test_every_layout_gives_the_tokens_of_one_process(name: str) -> None:
     world, sizes, changes = LAYOUTS[name]

@@ -296,6 +296,20 @@ def test_torchs_counter_and_a_hand_count_agree_on_sparse_attention(
     assert flops.attention == pytest.approx(6 * batch * seq * 2 * (scores + attended))
 
 
+def test_torchs_counter_agrees_on_several_residual_streams(counted) -> None:
+    vocab, batch, seq, hidden, streams = 256, 2, 48, 32, 3
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    places = torch.arange(seq).expand(batch, seq)
+    found = []
+    for more in ("", f"--enable-mhc-connections --mhc-num-residual-streams {streams}"):
+        config = run_config(f"{PLAIN} --num-layers 3 --seq-length {seq} {more}")
+        by_torch = counted(config, vocab, tokens=tokens, labels=tokens, position_ids=places)
+        flops = causal_model_flops(config, batch, vocab)
+        found.append((flops.linear - by_torch[0], flops.attention - by_torch[1]))
+    last_read = 6 * batch * seq * streams * hidden  # the only product that is not counted
+    assert found[1] == (found[0][0], found[0][1] - last_read)
+
+
 def test_a_gpu_is_known_by_a_part_of_its_name() -> None:
     assert known_peak("NVIDIA A100-SXM4-80GB") == 312e12
     assert known_peak("NVIDIA H200") == known_peak("NVIDIA H100 80GB HBM3") == 989.4e12

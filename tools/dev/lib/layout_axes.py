@@ -241,6 +241,9 @@ _FEATURES = (
            "--qk-pos-emb-head-dim 4 --v-head-dim 8", "rope"),
     _model("layers", "linear-attention", f"{DELTA_NET} --linear-attention-freq 2 "
            "--attention-output-gate"),
+    _model("streams", "mhc", "--enable-mhc-connections --mhc-num-residual-streams 3 "
+           "--mhc-init-gating-factor 0.5 --mhc-sinkhorn-iterations 4"),
+    _layout("recompute", "recompute-streams", "--mhc-recompute-layer-num 2", "mhc"),
     _model("layers", "mamba", "{mamba}"),
     _model("layers", "hybrid", "{mamba} --is-hybrid-model --hybrid-override-pattern {pattern}"),
     _model("layers", "hybrid-experts",

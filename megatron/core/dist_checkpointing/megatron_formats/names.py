@@ -288,15 +288,16 @@ def ordered_names(
         yield from named(_EMBEDDINGS)
     for stack in ("encoder", "decoder"):
         for local, number in enumerate(layers):
-            parts = _in_layer(number, arguments, experts)
+            parts = [*_in_layer(number, arguments, experts), *_CONNECTIONS]
             yield from named(parts, f"{stack}.layers.{number}.", f"{stack}.layers.{local}.")
         if is_last:
-            yield from named(["final_layernorm", "final_norm"], f"{stack}.")
+            joined = ["hyper_head", "hyper_head.scale", "final_layernorm", "final_norm"]
+            yield from named(joined, f"{stack}.")
     if is_last:
         # MTP layers need one stage: with more, Megatron-LM also stores a copy of the embedding.
         for depth in range(int(arguments.get("mtp_num_layers") or 0) if is_first else 0):
             place = f"mtp.layers.{depth}."
-            parts = _in_layer(int(arguments["num_layers"]) - 1, arguments, experts)
+            parts = [*_in_layer(int(arguments["num_layers"]) - 1, arguments, experts)]
             yield from named(["enorm", "hnorm", "eh_proj"], place)
             yield from named(parts, f"{place}transformer_layer.")
             yield from named(["final_layernorm"], place)
@@ -418,6 +419,9 @@ def _in_layer(
 
 
 _INDEXER = ("linear_wq_b", "linear_wk", "linear_weights_proj", "k_norm")
+_CONNECTIONS = tuple(
+    f"{part}_hyper_connection{end}" for part in ("self_attention", "mlp") for end in ("", ".scale")
+)
 # (latent, fused) -> the parts of attention, in order; a fused norm precedes its matrix.
 _ATTENTION = {
     (False, False): "linear_qkv q_layernorm k_layernorm".split(),

@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
 )
 from megatron.core.tensor_parallel.quantized_linear import Recipe
-from megatron.core.transformer.norms import Norm, Stream, normalize
+from megatron.core.transformer.norms import Norm, PendingSum, normalize
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -264,7 +264,7 @@ class TENorm(Norm):
                 zero_centered_gamma=self.is_zero_centered,
             )
 
-    def forward(self, x: Stream) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | PendingSum) -> Tensor | tuple[Tensor, Tensor]:
         """See `Norm`."""
         engine = self._engine
         if engine is not None and isinstance(x, Tensor) and x.dtype == self.weight.dtype:

@@ -295,7 +295,7 @@ class ModelRunner:
     def _received(self, num_rows: int) -> Tensor:
         """Return the hidden states [num_rows, 1, h] of the stage before; it sends none for 0."""
         pp = self.model.groups.pp
-        shape = (num_rows, 1, self.model.config.hidden_size)
+        shape = (num_rows, 1, self.model.config.residual_width)
         received = torch.empty(shape, dtype=self._sent_dtype, device=self.model.device)
         if num_rows:
             dist.recv(received, group=pp, group_src=pp.rank() - 1)

@@ -172,7 +172,7 @@ class AbstractModelInferenceWrapper(abc.ABC):
         dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
         if self.pp_group.rank() > 0:
             length = recv_buffer_seq_len or self.num_positions(inference_input)
-            shape = (length, tokens.shape[0], config.hidden_size)
+            shape = (length, tokens.shape[0], config.residual_width)
             received = torch.empty(shape, dtype=dtype, device=tokens.device)
             stages.recv_from_prev_pipeline_rank_(received, self.pp_group)
             get_attr_wrapped_model(self.model, "set_input_tensor")(received)

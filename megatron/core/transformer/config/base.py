@@ -79,6 +79,20 @@ class BaseConfig:
         "Multiplier of the output of each sublayer before it is added to the residual stream; "
         "1 if not given.",
     )
+    enable_mhc_connections: bool = _network(
+        False,
+        "Replace the residual stream by several ones that each sublayer mixes, by "
+        "manifold-constrained hyper-connections (mHC).",
+    )
+    mhc_num_residual_streams: int = _network(4, "Number of residual streams of mHC.", at_least=1)
+    mhc_init_gating_factor: float = _network(
+        0.01, "Initial factor of the part of mHC's weights that depends on the token."
+    )
+    mhc_sinkhorn_iterations: int = _network(
+        20,
+        "Sinkhorn-Knopp iterations that make mHC's matrices of residual streams doubly stochastic.",
+        at_least=1,
+    )
     embedding_scale: float | None = _network(
         None, "Multiplier of the word embeddings; 0 means sqrt(hidden size)."
     )

@@ -45,6 +45,13 @@ class RecomputeConfig:
         "core_attn, mlp and layernorm.",
         nargs="*",
     )
+    mhc_recompute_layer_num: int | None = _training(
+        None,
+        "Layers per chunk in which the residual streams of --enable-mhc-connections are freed "
+        "after forward and recomputed in backward from the outputs of attention and MLP; streams "
+        "are saved if not given.",
+        at_least=1,
+    )
 
     loss_chunk_size: int | None = _training(
         None,

@@ -70,6 +70,25 @@ _ARCHITECTURE = rules(
         "{found}: make the first the larger one": _find_wrong_yarn,
     },
     where(
+        "--enable-mhc-connections",
+        {
+            "--enable-mhc-connections and {found} exclude each other: several residual streams "
+            "have no counterpart in it; drop one of the flags": (
+                "--apply-residual-connection-post-layernorm --heterogeneous-layers-config-path "
+                "--mtp-num-layers --batch-invariant-mode"
+            ),
+            "--mhc-recompute-layer-num and {found} exclude each other: both change what a layer "
+            "saves; keep one": lambda c: (
+                c.mhc_recompute_layer_num is not None
+                and (
+                    "--enable-cuda-graph"
+                    if c.uses_graphs
+                    else given("--cpu-offloading --recompute-granularity full")(c)
+                )
+            ),
+        },
+    ),
+    where(
         "--multi-latent-attention",
         {
             "--rotary-interleaved and --multi-latent-attention exclude each other: use "

@@ -342,6 +342,18 @@ _LINEAR_ATTENTION = where(
     },
 )
 
+_SEVERAL_STREAMS = where(
+    "--enable-mhc-connections",
+    {
+        "--enable-mhc-connections with {kind.title}: only GPT has several residual streams; use "
+        "pretrain_gpt.py": lambda c: not c.kind.has_linear_attention,
+        "--enable-mhc-connections and {found} exclude each other: draft heads read one residual "
+        "stream; drop one of the flags": (
+            "--export-num-medusa-heads --export-num-eagle-layers --export-num-mtp"
+        ),
+    },
+)
+
 _BERT = where(
     lambda c: c.kind.has_masked_lm_head,
     {
@@ -491,6 +503,7 @@ RULES = rules(
     _HYBRID,
     _ATTENTION_VARIANT,
     _LINEAR_ATTENTION,
+    _SEVERAL_STREAMS,
     _BERT,
     _T5_STAGES,
     _T5,

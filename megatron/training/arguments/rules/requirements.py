@@ -61,6 +61,8 @@ _FLAGS_NEEDED = parse_table(
     dsa_indexer_loss_coeff dsa_indexer_k_norm_epsilon dsa_indexer_rope_interleaved
     dsa_indexer_topk_freq dsa_indexer_skip_topk_offset
 --dsa-indexer-loss-coeff | dsa_indexer_use_sparse_loss
+--enable-mhc-connections | mhc_num_residual_streams mhc_init_gating_factor mhc_sinkhorn_iterations
+    mhc_recompute_layer_num
 --mtp-num-layers | mtp_loss_scaling_factor
 --export-num-eagle-layers | export_eagle_algorithm
 --export-draft-vocab-size | export_draft_vocab_data
