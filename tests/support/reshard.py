@@ -196,7 +196,11 @@ def _state(run: Any) -> Parts:
 
 def _whole(record: TensorRecord) -> tuple[str, Tensor]:
     """The global tensor, with NaN where this rank does not hold it."""
-    whole = torch.full(record.global_shape, torch.nan, dtype=record.dtype)
+    whole = torch.full(
+        record.global_shape,
+        torch.nan if record.dtype.is_floating_point else -1,
+        dtype=record.dtype,
+    )
     for piece in record.pieces:
         box = zip(piece.offset, piece.shape, strict=True)
         whole[tuple(slice(begin, begin + length) for begin, length in box)] = piece.data

@@ -293,6 +293,11 @@ def indexer_of_layer(config: TransformerConfig, layer_index: int) -> int:
     return layer_index - past_offset % config.dsa_indexer_topk_freq
 
 
+def has_hash_routing(config: TransformerConfig, layer_index: int) -> bool:
+    """Return whether layer ``layer_index`` is an MoE layer that routes by token id."""
+    return layer_index < config.moe_num_hash_layers and has_experts(config, layer_index)
+
+
 def has_experts(config: TransformerConfig, layer_index: int) -> bool:
     """Return whether layer ``layer_index``, from 0 over the complete model, is an MoE layer.
 

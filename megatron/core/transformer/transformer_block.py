@@ -174,6 +174,7 @@ class TransformerBlock(MegatronModule):
         config = self.config
         is_mixed = config.experimental_attention_variant in LINEAR_VARIANTS
         is_mixed |= config.dsa_indexer_topk_freq > 1
+        is_mixed |= bool(config.moe_num_hash_layers)
         return config.moe_layer_freq == 1 and layer_shapes(config) is None and not is_mixed
 
     def _build_layers(self) -> None:

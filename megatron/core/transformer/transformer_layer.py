@@ -33,6 +33,7 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.layer_layout import layers_of_stage
 from megatron.core.transformer.module import MegatronModule, WithBias, is_replaced
+from megatron.core.transformer.moe.hash_router import HashRouter
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.norms import PendingSum, Stream, norm_hidden, summed
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module, build_norm
@@ -266,14 +267,16 @@ class TransformerLayer(ResidualLayer):
         defers_sum: bool = False,
         padding_mask: Tensor | None = None,
         expert_routes: Tensor | None = None,
+        token_ids: Tensor | None = None,
         **more: Any,
     ) -> tuple[Stream, Tensor | None]:
         """Run the layer: [s, b, h] -> [s, b, h], and ``context`` unchanged.
 
         ``context`` [k, b, h]: the sequence that cross attention attends to.  ``padding_mask``
         [b, s]: True for this rank's tokens that no expert computes.  ``expert_routes``
-        [b, s, layers of the model, k]: experts to replay, see `RouterReplay`.  ``more``: further
-        arguments of `add_attention`.  With ``defers_sum`` the caller takes a `PendingSum` too.
+        [b, s, layers of the model, k]: experts to replay, see `RouterReplay`.  ``token_ids``: see
+        `HashRouter`.  ``more``: further arguments of `add_attention`.  With ``defers_sum`` the
+        caller takes a `PendingSum` too.
         """
         if self._has_own_parts():
             attend: Callable[..., tuple[Any, ...]] = self._forward_attention
@@ -286,7 +289,7 @@ class TransformerLayer(ResidualLayer):
             return self._forward_mlp(states, *others, **masks), context
         attended = self.add_attention(hidden_states, attention_mask, context, *args, **more)
         packed = more.get("packed_seq_params")
-        output = self.add_mlp(attended, padding_mask, packed, expert_routes)
+        output = self.add_mlp(attended, padding_mask, packed, expert_routes, token_ids)
         return output if defers_sum else summed(output), context
 
     def _forward_attention(
@@ -379,6 +382,7 @@ class TransformerLayer(ResidualLayer):
         padding_mask: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         expert_routes: Tensor | None = None,
+        token_ids: Tensor | None = None,
     ) -> Stream:
         """Run the MLP or MoE, the last sublayer of `forward`."""
         norms = self.pre_mlp_layernorm, getattr(self, "post_mlp_layernorm", None)
@@ -387,6 +391,8 @@ class TransformerLayer(ResidualLayer):
             mlp = partial(mlp, packed_seq_params=packed_seq_params)
         if isinstance(self.mlp, MoELayer) and expert_routes is not None:
             mlp = partial(mlp, expert_routes=expert_routes[:, :, self.layer_number - 1])
+        if isinstance(self.mlp, MoELayer) and isinstance(self.mlp.router, HashRouter):
+            mlp = partial(mlp, token_ids=token_ids)
         run = partial(checkpoint, mlp, False) if self.recompute_mlp and self.training else mlp
         has_mask = padding_mask is not None and isinstance(self.mlp, MoELayer)
         masks = (padding_mask,) if has_mask else ()
@@ -402,7 +408,7 @@ class TransformerLayer(ResidualLayer):
             return super().capture_parts(whole=False)
 
         def attend(x: Tensor, **shared: Any) -> Tensor:
-            of_mlp = "padding_mask", "expert_routes"
+            of_mlp = "padding_mask", "expert_routes", "token_ids"
             return summed(
                 self.add_attention(x, **{k: v for k, v in shared.items() if k not in of_mlp})
             )
@@ -412,9 +418,10 @@ class TransformerLayer(ResidualLayer):
             *,
             padding_mask: Tensor | None = None,
             expert_routes: Tensor | None = None,
+            token_ids: Tensor | None = None,
             **_: object,
         ) -> Tensor:
-            return summed(self.add_mlp(x, padding_mask, expert_routes=expert_routes))
+            return summed(self.add_mlp(x, padding_mask, None, expert_routes, token_ids))
 
         return attend, compute
 

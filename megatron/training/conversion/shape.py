@@ -130,6 +130,7 @@ class ModelShape:
     expert_layers: tuple[bool, ...] = ()  # whether each layer has experts
     moe_ffn_hidden_size: int | None = None
     moe_router_topk: int | None = None
+    moe_num_hash_layers: int = 0
     moe_router_score_function: str | None = None
     moe_router_pre_softmax: bool = False
     moe_router_num_groups: int | None = None

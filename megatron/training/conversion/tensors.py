@@ -24,6 +24,8 @@ AHEAD = "mtp.layers.{}."  # multi-token prediction layers
 AHEAD_LAYER = "transformer_layer."
 Heads: TypeAlias = ModelShape | TransformerConfig  # numbers and widths of heads of attention
 
+BUFFERS = (".expert_bias", ".tid2eid")  # tensors of a model that are no parameters
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -176,7 +178,7 @@ def tensors_of(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     except RuntimeError as error:  # more bytes than torch can count
         raise CheckpointError(f"config.json describes too large a model: {error}") from None
     sizes = {info.name: info.global_shape for info in map(info_of, model.parameters())}
-    sizes |= {n: tuple(b.shape) for n, b in model.named_buffers() if n.endswith(".expert_bias")}
+    sizes |= {n: tuple(b.shape) for n, b in model.named_buffers() if n.endswith(BUFFERS)}
     if shape.is_reward:
         del sizes["output_layer.weight"]
         sizes["score.weight"] = (1, shape.hidden_size)

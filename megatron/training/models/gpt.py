@@ -26,6 +26,7 @@ from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
 from megatron.core.models.mamba import mamba_layer_specs
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
+from megatron.core.transformer.layer_layout import layer_ranges
 from megatron.training.config.data import DataConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.models.attention_request import documents_are_bounds
@@ -132,9 +133,9 @@ def gpt_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
 
     tokens, labels, loss_mask and position_ids are [b, s], attention_mask is [b, 1, s, s], or the
     bounds of documents where attention takes them.  The first stage reads tokens and positions, the
-    last one labels and loss mask, and tokens too for multi-token prediction.  With
-    --reset-attention-mask every stage reads all.  A purely causal mask is never read: attention is
-    causal without it, and faster.
+    last one labels and loss mask, and tokens too for multi-token prediction; stages with layers of
+    hash routing read tokens.  With --reset-attention-mask every stage reads all.  A purely causal
+    mask is never read: attention is causal without it, and faster.
     """
     mask: TensorSpec | DocumentSpec | None = None
     b, s = config.training.micro_batch_size, config.data.seq_length
@@ -144,9 +145,12 @@ def gpt_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
         mask = bounds if documents_are_bounds(config) else bounds.mask
     is_first, is_last = stage == 0, stage == num_stages - 1
     ids, weights = TensorSpec(torch.int64, (b, s)), TensorSpec(torch.float32, (b, s))
-    looks_ahead = is_last and config.model.mtp_num_layers is not None
+    needs_ids = is_last and config.model.mtp_num_layers is not None
+    if num_hashed := config.model.moe_num_hash_layers:
+        ranks = config.model.pipeline_model_parallel_size
+        needs_ids |= layer_ranges(config.model, ranks)[stage].start < num_hashed
     return {
-        "tokens": ids if is_first or looks_ahead or has_mask else None,
+        "tokens": ids if is_first or needs_ids or has_mask else None,
         "labels": ids if is_last or has_mask else None,
         "loss_mask": weights if is_last or has_mask else None,
         "attention_mask": mask,

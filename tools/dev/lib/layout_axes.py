@@ -221,6 +221,7 @@ _FEATURES = (
            "--moe-router-bias-update-rate 0.01", "experts"),
     _model("scores", "sqrtsoftplus", "--moe-router-score-function sqrtsoftplus", "experts"),
     _model("scores", "pre-softmax", "--moe-router-pre-softmax", "experts"),
+    _model("choice", "hash-routing", "--moe-num-hash-layers {later}", "experts"),
     _model("width of experts", "latent-experts", "--moe-latent-size 16", "experts"),
     _model("groups of experts", "expert-groups",
            "--moe-router-num-groups 2 --moe-router-group-topk 1 "

@@ -78,7 +78,7 @@ _GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
 _GATED_FLAGS = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
 _NARROW = re.compile(r"\.linear_(q|kv)_down_proj\.(?!lora\.)")
 _EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(.*)$")
-_BUFFER = re.compile(r"\.(expert_bias|quantizer\.\w+)$")
+_BUFFER = re.compile(r"\.(expert_bias|tid2eid|quantizer\.\w+)$")
 _LAYER = re.compile(r"^(?!mtp\.)(.*\blayers)\.(\d+)\.(.*)$")
 _STACK = re.compile(r"^(.*\blayers)\.(?!\d)(.*)$")
 _STATE = re.compile(r"^(?:chained_\d+\.)?(optimizer\.state\.\w+?\.)?(.*)$")
@@ -149,6 +149,7 @@ def layers_are_alike(arguments: Arguments) -> bool:
     is_mixed = is_hybrid(arguments) or (bool(arguments.get("num_experts")) and freq != 1)
     is_mixed |= arguments.get("experimental_attention_variant") not in (None, "dsa")
     is_mixed |= int(arguments.get("dsa_indexer_topk_freq") or 1) > 1
+    is_mixed |= bool(arguments.get("moe_num_hash_layers"))
     return not is_mixed and not arguments.get("heterogeneous_layers_config_path")
 
 
@@ -398,7 +399,7 @@ def _in_layer(
     if not stored_layer_has_experts(number, arguments):
         yield from ("mlp.linear_fc1", "mlp.linear_fc2")
         return
-    yield from ("mlp.router", "mlp.router.expert_bias")
+    yield from ("mlp.router", "mlp.router.expert_bias", "mlp.router.tid2eid")
     yield from ("mlp.fc1_latent_proj", "mlp.fc2_latent_proj")
     if is_fused and arguments.get("moe_grouped_gemm"):
         for matrix in ("linear_fc1", "linear_fc2"):

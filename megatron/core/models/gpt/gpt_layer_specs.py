@@ -29,11 +29,13 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_s
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.layer_layout import (
     has_experts,
+    has_hash_routing,
     has_linear_attention,
     is_last_stage,
     layers_of_stage,
 )
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.hash_router import HashRouter
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import (
@@ -349,9 +351,11 @@ def decoder_block_of(
     """
 
     @cache
-    def layer(is_sparse: bool, is_linear: bool) -> ModuleSpec:
+    def layer(is_sparse: bool, is_linear: bool, is_hashed: bool) -> ModuleSpec:
         num_experts = config.num_moe_experts if is_sparse else None
         spec = layer_of(backend, num_experts, config=config, **more)
+        if is_hashed:
+            spec.submodules.mlp.submodules.router = HashRouter
         if not is_linear:
             return spec
         column = column_with_norm(backend, config) or backend.column_parallel_linear()
@@ -360,7 +364,10 @@ def decoder_block_of(
         return replace(spec, submodules=replace(spec.submodules, self_attention=linear))
 
     numbers = range(config.num_layers)
-    layers = [layer(has_experts(config, i), has_linear_attention(config, i)) for i in numbers]
+    layers = [
+        layer(has_experts(config, i), has_linear_attention(config, i), has_hash_routing(config, i))
+        for i in numbers
+    ]
     return TransformerBlockSubmodules(layers, Norm)
 
 

@@ -27,6 +27,7 @@ from megatron.core.transformer.attention import SelfAttentionBase
 from megatron.core.transformer.attention_masks import is_causal_mask
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import is_replaced
+from megatron.core.transformer.moe.hash_router import HashRouter
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -80,6 +81,9 @@ class GPTModel(LanguageModule):
             )
         # Projects replace the class in this module.
         self.decoder = self.build_decoder(transformer_layer_spec, TransformerBlock)
+        for part in self.decoder.modules():
+            if isinstance(part, HashRouter):
+                part.make_table(self.num_tokens or self.vocab_size)
         self._has_own_attention: bool | None = None  # known after the first forward pass
         self.draft: Any = None  # heads of `peft.draft_heads` on the last stage
         self.mtp: MultiTokenPredictionBlock | None = None
@@ -147,9 +151,11 @@ class GPTModel(LanguageModule):
             attention_mask = None if is_causal_mask(attention_mask) else attention_mask
         received = self.decoder.input_tensor if decoder_input is None else decoder_input
         row = self.tokens_in_row(input_ids, received), packed_seq_params, inference_context
+        ids = {"token_ids": input_ids} if self.config.moe_num_hash_layers else {}
         hidden = self.decoder(
             hidden,
             attention_mask,
+            **ids,
             inference_context=inference_context,
             rotary_pos_emb=rotary,
             attention_bias=self.attention_bias(*row),

@@ -83,6 +83,11 @@ class MoEConfig:
         choices=SCORE_FUNCTIONS,
     )
     moe_router_topk: int = _moe(2, "Number of experts per token.")
+    moe_num_hash_layers: int = _moe(
+        0,
+        "Number of first layers whose experts are chosen by a fixed table of token ids, as in "
+        "DeepSeek-V4; scores only weigh the chosen experts.",
+    )
     moe_router_pre_softmax: bool = _moe(False, "Apply softmax before top-k instead of after it.")
     moe_router_num_groups: int | None = _moe(
         None, "Number of expert groups for group-limited routing; needs --moe-router-group-topk."

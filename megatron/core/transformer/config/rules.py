@@ -393,6 +393,25 @@ _ROUTER = where(
         "--moe-apply-probs-on-input needs --moe-router-topk 1, not {moe_router_topk}": lambda c: (
             c.moe_apply_probs_on_input and c.moe_router_topk != 1
         ),
+        "{--moe-num-hash-layers} of {--num-layers}: lower it": lambda c: (
+            c.num_layers and c.moe_num_hash_layers > c.num_layers
+        ),
+        "--moe-num-hash-layers and {found} exclude each other: the first chooses experts by token "
+        "id; drop one of them": lambda c: (
+            c.moe_num_hash_layers
+            and (
+                "--moe-router-load-balancing-type sinkhorn"
+                if "sinkhorn" in c.load_balancing_types
+                else given(
+                    "--moe-router-force-load-balancing --moe-router-fusion "
+                    "--moe-enable-routing-replay"
+                )(c)
+            )
+        ),
+        "{--mtp-num-layers}: layers of multi-token prediction are like the last one, which routes "
+        "by token id; lower --moe-num-hash-layers": lambda c: (
+            c.mtp_num_layers and c.num_layers and c.moe_num_hash_layers == c.num_layers
+        ),
         "{found}: at least 1 is needed": given(
             "--moe-shared-expert-intermediate-size --moe-latent-size", lambda width: width < 1
         ),

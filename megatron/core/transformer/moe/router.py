@@ -152,8 +152,12 @@ class TopKRouter(MegatronModule):
         padding_mask: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         expert_routes: Tensor | None = None,
+        experts: Tensor | None = None,
     ) -> RoutingResult:
-        """Choose experts and attach the auxiliary losses: logits [s, b, E]; see `forward`."""
+        """Choose experts and attach the auxiliary losses: logits [s, b, E]; see `forward`.
+
+        ``experts`` [s b, k]: the experts of each token, if they do not depend on scores.
+        """
         lengths = None if packed_seq_params is None else packed_seq_params.lengths
         shape = TokenShape(logits.shape[0], logits.shape[1], lengths)
         logits, marker = self._without_nan(logits.flatten(0, 1))
@@ -163,15 +167,16 @@ class TopKRouter(MegatronModule):
             padding = padding_mask.transpose(0, 1).flatten()
             num_tokens = self._without_empty((~padding).sum(), logits)
         logits = self.apply_z_loss(logits, num_tokens, padding)
-        if self.config.load_balancing_types == ("sinkhorn",):
-            routing = self.sinkhorn_load_balancing(logits, shape, padding)
-        elif self.config.moe_router_force_load_balancing:  # round-robin, whatever the scores
+        if self.config.moe_router_force_load_balancing:  # round-robin, whatever the scores
             places = self._places(shape, logits.device)[self.sharers.rank()]
             first = places * self.rule.k + self.layer_number
             visits = torch.arange(self.rule.k, device=first.device)
             experts = (first.unsqueeze(1) + visits) % self.num_experts
+        if experts is not None:
             weights = arithmetic.weights_of(logits, experts, self.rule)
             routing = RoutingResult(experts, weights, self.num_experts)
+        elif self.config.load_balancing_types == ("sinkhorn",):
+            routing = self.sinkhorn_load_balancing(logits, shape, padding)
         elif self.router_replay is not None:
             given = None if expert_routes is None else expert_routes.transpose(0, 1).flatten(0, 1)
             chooses = partial(self.router_replay.choose, given=given)

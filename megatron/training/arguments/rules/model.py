@@ -14,6 +14,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import (
 )
 from megatron.core.transformer.config.attention import LINEAR_VARIANTS
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
+from megatron.core.transformer.layer_layout import layer_ranges, layout_problems
 from megatron.training.arguments.rules.rule import Settings, refusal
 from megatron.training.config.language_model import MODEL_KINDS
 from megatron.training.config.run import PRETRAINING
@@ -347,9 +348,30 @@ _SEVERAL_STREAMS = where(
     {
         "--enable-mhc-connections with {kind.title}: only GPT has several residual streams; use "
         "pretrain_gpt.py": lambda c: not c.kind.has_linear_attention,
+        "--mhc-recompute-layer-num and fully sharded parameters exclude each other: streams of "
+        "several layers are recomputed at once, and parameters are gathered for one layer at a "
+        "time; use --recompute-granularity full": lambda c: (
+            c.mhc_recompute_layer_num is not None and c.is_fully_sharded
+        ),
         "--enable-mhc-connections and {found} exclude each other: draft heads read one residual "
         "stream; drop one of the flags": (
             "--export-num-medusa-heads --export-num-eagle-layers --export-num-mtp"
+        ),
+    },
+)
+
+_HASH_ROUTING = where(
+    lambda c: c.moe_num_hash_layers,
+    {
+        "--moe-num-hash-layers with {kind.title}: only GPT routes by token id; use "
+        "pretrain_gpt.py": lambda c: not c.kind.has_linear_attention,
+        "{--moe-num-hash-layers} on later pipeline stages: only pretraining passes token ids to "
+        "them; hold these layers on the first stage": lambda c: (
+            c.objective != PRETRAINING
+            and c.kind.has_linear_attention
+            and (ranks := c.pipeline_model_parallel_size) > 1
+            and not list(layout_problems(c.model, ranks))
+            and layer_ranges(c.model, ranks)[0].stop < c.moe_num_hash_layers
         ),
     },
 )
@@ -504,6 +526,7 @@ RULES = rules(
     _ATTENTION_VARIANT,
     _LINEAR_ATTENTION,
     _SEVERAL_STREAMS,
+    _HASH_ROUTING,
     _BERT,
     _T5_STAGES,
     _T5,

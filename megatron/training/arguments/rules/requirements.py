@@ -80,7 +80,7 @@ _FLAGS_NEEDED = parse_table(
 --multi-latent-attention or --rope-type yarn | rotary_scaling_factor mscale mscale_all_dim
 --num-experts | expert_tensor_parallel_size moe_aux_loss_coeff moe_apply_probs_on_input
     moe_enable_deepep moe_expert_capacity_factor moe_ffn_hidden_size moe_input_jitter_eps
-    moe_latent_size moe_enable_routing_replay
+    moe_latent_size moe_enable_routing_replay moe_num_hash_layers
     moe_grouped_gemm moe_layer_freq moe_layer_recompute moe_pad_expert_input_to_capacity
     moe_per_layer_logging moe_router_dtype moe_router_fusion moe_router_enable_expert_bias
     moe_router_force_load_balancing moe_router_group_topk moe_router_group_score_topk
