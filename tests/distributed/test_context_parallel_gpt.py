@@ -77,6 +77,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"position_embedding_type": "rope"},
     ),
+    "kda": (
+        {
+            **{"experimental_attention_variant": "kda", "linear_attention_freq": 2},
+            **{"linear_key_head_dim": 6, "linear_value_head_dim": 4},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
+        },
+        {"position_embedding_type": "rope"},
+    ),
     "states_of_linear_attention": (
         {
             **{"experimental_attention_variant": "gated_delta_net"},
@@ -85,9 +93,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"position_embedding_type": "rope"},
     ),
+    "states_of_kda": (
+        {
+            **{"experimental_attention_variant": "kda"},
+            **{"linear_key_head_dim": 6, "linear_value_head_dim": 4},
+            **{"linear_num_key_heads": 1, "linear_num_value_heads": 1},
+        },
+        {"position_embedding_type": "rope"},
+    ),
 }
 # Heads that two ranks cannot divide: a chunk passes its state on, which needs whole sequences.
-WHOLE = ("states_of_linear_attention",)
+WHOLE = ("states_of_linear_attention", "states_of_kda")
 
 
 def build(case: str, groups: Any, **changes: Any) -> GPTModel:

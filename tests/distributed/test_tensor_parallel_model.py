@@ -79,6 +79,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"position_embedding_type": "rope"},
     ),
+    "kda": (
+        {
+            **{**LLAMA, "experimental_attention_variant": "kda", "linear_attention_freq": 2},
+            **{"linear_key_head_dim": 6, "linear_value_head_dim": 4},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
+        },
+        {"position_embedding_type": "rope"},
+    ),
     "softcap": (
         {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "embedding_scale": 0.0},
         {"position_embedding_type": "none"},

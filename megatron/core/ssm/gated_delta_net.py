@@ -1,4 +1,4 @@
-"""Gated DeltaNet: linear attention that takes the place of softmax attention in a layer.
+"""Gated DeltaNet and KDA: linear attention that takes the place of softmax attention in a layer.
 
 Projection, short convolution of queries, keys and values, gated delta rule, gated norm, projection.
 ``s`` tokens, ``b`` sequences, ``h`` hidden size, ``g`` key heads, ``n`` value heads, a multiple of
@@ -7,10 +7,15 @@ z, beta and alpha, concatenated in this order; each of them is sharded over tens
 Queries and keys have length 1; a state is multiplied by exp(-exp(A_log) softplus(alpha + dt_bias))
 per token and corrected by sigmoid(beta).
 
-Collectives: those of the two linear layers over tp.  With context parallelism, an all-to-all over
-cp from tokens to heads before the convolution and one back after the rule, also in backward; if cp
-does not divide the key heads of a rank, two all-gathers instead: the last inputs of the convolution
-of each chunk of the sequence, and what the chunk does to a state.
+In Kimi Delta Attention (KDA) alpha has a value per key channel.  In place of z and alpha the input
+projection computes their latent vectors, [s, b, v] and [s, b, k] with the widths of a head, which
+are gathered over tp and multiplied by the rows of this rank's heads of `gate_up` and `alpha_up`.
+
+Collectives: those of the two linear layers over tp, and the all-gathers of latent vectors.  With
+context parallelism, an all-to-all over cp from tokens to heads before the convolution and one back
+after the rule, also in backward; if cp does not divide the key heads of a rank, two all-gathers
+instead: the last inputs of the convolution of each chunk of the sequence, and what the chunk does
+to a state.
 """
 
 from __future__ import annotations
@@ -32,7 +37,10 @@ from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.ssm.gated_delta_rule import gated_delta_rule
 from megatron.core.ssm.mamba_hybrid_layer_allocation import delta_net_shape
 from megatron.core.ssm.recurrent_mixer import CausalConv, RecurrentMixer, causal_conv
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.context_parallel import heads_for_tokens, tokens_for_heads
 from megatron.core.transformer.kv_cache import KVCache, State
@@ -53,7 +61,7 @@ class GatedDeltaNetSubmodules:
 
 
 class GatedDeltaNet(RecurrentMixer):
-    """Gated DeltaNet with heads sharded over the tensor-parallel group."""
+    """Gated DeltaNet, or KDA, with heads sharded over the tensor-parallel group."""
 
     @library_call()
     def __init__(
@@ -90,11 +98,19 @@ class GatedDeltaNet(RecurrentMixer):
         heads = (shape.value_heads,)
         self.conv1d = CausalConv(self, shape.convolved, shape.conv_width, bias=False)
         self.A_log = self.sharded(heads, Init("mamba_decay"))
-        self.dt_bias = self.sharded(heads, Init("ones"))
+        start = Init("mamba_step") if shape.is_kda else Init("ones")
+        self.dt_bias = self.sharded((shape.decays,), start)
+        self.is_kda = shape.is_kda
+        self.strength = 2 if config.linear_allow_neg_eigval else 1
+        if self.is_kda:
+            init = config.init_method
+            self.gate_up = self.sharded((shape.inner, shape.value_width), init)
+            self.alpha_up = self.sharded((shape.decays, shape.key_width), init)
         # Each rank normalizes its own heads only, so the weight's gradient is a partial sum.
         info = param_info_for((shape.value_width,), Init("ones"), sequence_parallel=tp > 1)
         weight = new_parameter(info.global_shape, config.params_dtype, info)
-        self.out_norm = GatedHeadNorm(weight, config.layernorm_epsilon)
+        eps = config.linear_norm_epsilon or config.layernorm_epsilon
+        self.out_norm = GatedHeadNorm(weight, eps, torch.sigmoid if self.is_kda else F.silu)
         self.out_proj: Callable[[Tensor], WithBias] = build_module(
             submodules.out_proj,
             shape.inner,
@@ -123,7 +139,13 @@ class GatedDeltaNet(RecurrentMixer):
         cache = deprecate_inference_params(inference_context, inference_params)
         mixed, _ = self.in_proj(hidden_states)
         convolved = self.widths[:3]
-        qkv, gate, *rates = mixed.split([sum(convolved), *self.widths[3:]], -1)
+        qkv, gate, beta, alpha = mixed.split([sum(convolved), *self.widths[3:]], -1)
+        if self.is_kda:
+            gate, alpha = (
+                F.linear(all_gather_last_dim_from_tensor_parallel_region(x, self.tp_group), up)
+                for x, up in ((gate, self.gate_up), (alpha, self.alpha_up))
+            )
+        rates = beta, alpha
         lengths, sequence = self.sequences(len(mixed), packed_seq_params)
         if self.cp_group.size() == 1:
             y = self.scan((qkv, *rates), sequence, cache)
@@ -138,14 +160,15 @@ class GatedDeltaNet(RecurrentMixer):
             ranks = tuple(range(self.cp_group.size()))
             order, undo = order_of_gathered(lengths, ranks, len(ranks), mixed.device)
             # From local tokens of all heads to all tokens of this rank's heads.
-            widths = self.key_width, self.key_width, self.value_width, 1, 1
+            decays = self.key_width if self.is_kda else 1
+            widths = self.key_width, self.key_width, self.value_width, 1, decays
             parts = [
                 x.unflatten(-1, (-1, width))
                 for x, width in zip((*qkv.split(convolved, -1), *rates), widths, strict=True)
             ]
             *whole, beta, alpha = heads_for_tokens(parts, order, self.cp_group)
             qkv = torch.cat([part.flatten(2) for part in whole], -1)
-            y = self.scan((qkv, beta.squeeze(-1), alpha.squeeze(-1)), sequence, None)
+            y = self.scan((qkv, beta.flatten(2), alpha.flatten(2)), sequence, None)
             y = tokens_for_heads(y, undo, self.cp_group)
         return self.out_proj(self.out_norm(y, gate))
 
@@ -163,7 +186,10 @@ class GatedDeltaNet(RecurrentMixer):
     def _scan(
         self, rows: State, sequence: Tensor | None, past: State | None = None
     ) -> tuple[Tensor, State]:
-        """Convolve and mix queries, keys and values concatenated, beta and alpha [s, b, n]."""
+        """Convolve and mix: queries, keys and values concatenated, beta [s, b, n], and alpha.
+
+        alpha has one value per head, or per channel of a key head.
+        """
         before, state = past or (None, None)
         inputs, before = self._inputs(rows, before, sequence)
         y, state = gated_delta_rule(*inputs, state=state, sequence=sequence)
@@ -187,12 +213,14 @@ class GatedDeltaNet(RecurrentMixer):
         scale = q.new_full((self.key_width,), self.key_width**-0.5, dtype=wide)
         eps = _EPSILON / self.key_width
         q, k = (x.unflatten(-1, (-1, self.key_width)).to(wide).contiguous() for x in (q, k))
+        g = F.softplus(alpha.to(wide) + offset)
+        decay = -A_log.exp()
         inputs = (
             norm_rows(q, scale.square(), None, eps),
             norm_rows(k, scale, None, eps),
             v.unflatten(-1, (-1, self.value_width)),
-            -A_log.exp() * F.softplus(alpha.to(wide) + offset),
-            beta.sigmoid(),
+            decay[:, None] * g.unflatten(-1, (len(decay), -1)) if self.is_kda else decay * g,
+            beta.sigmoid() * self.strength,
         )
         return inputs, before
 
@@ -250,14 +278,17 @@ class GatedDeltaNet(RecurrentMixer):
 
 
 class GatedHeadNorm(nn.Module):
-    """RMSNorm of each head of y, times silu(z); ``weight`` [d] is that of every head."""
+    """RMSNorm of each head of y, times ``activation`` of z; all heads share ``weight`` [d]."""
 
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+    def __init__(
+        self, weight: nn.Parameter, eps: float, activation: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.eps = eps
+        self.activation = activation
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """Normalize and gate: 2 x [s, b, n d] -> [s, b, n d]."""
         heads = y.unflatten(-1, (-1, len(self.weight)))
-        return norm_rows(heads, self.weight, None, self.eps).flatten(-2) * F.silu(z)
+        return norm_rows(heads, self.weight, None, self.eps).flatten(-2) * self.activation(z)

@@ -158,13 +158,16 @@ class _Rule(Function[Pair]):
         d_rows[1] += from_heads(d_out @ into, decays.start)
         d_writes += from_heads(made @ d_states[1:].mT, decays.left)
         dv = d_rest.view(v.shape)
-        da = (
-            (d_rows[0] - d_writes).mul_(k).addcmul_(q, d_rows[1])
-            if decays.is_per_channel
-            else (o * do).addcmul_(v, dv, value=-1).sum(-1, keepdim=True)
-        )
         of_last = (d_states[1:] * states[1:]).sum(-1).view(*v.shape[:3], -1)
-        da[..., -1, :] += of_last if decays.is_per_channel else of_last.sum(-1, keepdim=True)
+        if decays.is_per_channel:
+            da = (d_rows[0] - d_writes).mul_(k).addcmul_(q, d_rows[1])
+            itself = d_pairs[1].diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+            d_rows[1].addcmul_(itself, k)
+            d_writes.addcmul_(itself, q)
+        else:
+            da = (o * do).addcmul_(v, dv, value=-1).sum(-1, keepdim=True)
+            of_last = of_last.sum(-1, keepdim=True)
+        da[..., -1, :] += of_last
         dg = cumulative_sum(da.flip(-2), -2).flip(-2)
         # A rate of 0 is one that a sigmoid has rounded, whose gradient is 0 too.
         rate = beta.clamp_min(torch.finfo(beta.dtype).tiny)
@@ -215,7 +218,10 @@ class _Decays:
         return pairs if self.apart is None else pairs.masked_fill_(self.apart, 0)
 
     def backward(self, grads: Tensor, rows: Tensor, k: Tensor) -> Pair:
-        """Return the gradients of ``rows`` and of k from those of `pairs`, which may change."""
+        """Return the gradients of ``rows`` and of k from those of `pairs`, which may change.
+
+        Per channel without those of each token with itself, which no decay multiplies.
+        """
         if self.apart is not None:
             grads.masked_fill_(self.apart, 0)
         if not self.is_per_channel:
@@ -223,9 +229,7 @@ class _Decays:
             grads[0].tril_(-1)
             grads = grads.sum(3, keepdim=True)
             return grads @ k, (grads.mT @ rows).sum(0)
-        itself = grads[1].diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        d_rows = torch.stack([torch.zeros_like(k), itself * k])
-        d_k = itself * rows[1]
+        d_rows, d_k = torch.zeros_like(rows), torch.zeros_like(k)
         for size, upper, lower in self._levels():
             d_block = _below(grads, size)
             d_right, right = (x.unflatten(-2, (-1, 2, size))[..., 0, :, :] for x in (d_k, k))

@@ -11,6 +11,7 @@ from math import lcm
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.transformer.config.attention import KDA
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 MAMBA = "M"
@@ -200,7 +201,10 @@ def mixer_problems(config: TransformerConfig) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class DeltaNetShape:
-    """Global sizes of a layer of linear attention (Gated DeltaNet), before sharding."""
+    """Global sizes of a layer of linear attention, before sharding.
+
+    ``is_kda``: alpha, one value per key channel, and the gate have projections of low rank.
+    """
 
     hidden: int
     key_heads: int
@@ -208,6 +212,7 @@ class DeltaNetShape:
     value_heads: int
     value_width: int
     conv_width: int
+    is_kda: bool = False
 
     @property
     def inner(self) -> int:
@@ -222,23 +227,37 @@ class DeltaNetShape:
 
     @property
     def projected(self) -> tuple[int, ...]:
-        """Widths of queries, keys, values, gate, beta and alpha."""
+        """Widths of queries, keys, values, gate, beta and alpha; of KDA, latents of the gates."""
+        if self.is_kda:
+            return *self.convolved, self.value_width, self.value_heads, self.key_width
         return *self.convolved, self.inner, self.value_heads, self.value_heads
+
+    @property
+    def decays(self) -> int:
+        """Number of decays of a token."""
+        return self.convolved[1] if self.is_kda else self.value_heads
+
+    @property
+    def raised(self) -> int:
+        """Number of weights that raise the latents of the gate and of alpha."""
+        widths = self.inner * self.value_width + self.decays * self.key_width
+        return widths if self.is_kda else 0
 
     @property
     def num_sharded(self) -> int:
         """Number of parameters that tensor parallelism shards; the norm's are ``value_width``."""
         matrices = self.hidden * (sum(self.projected) + self.inner)
-        return matrices + self.conv_width * sum(self.convolved) + 2 * self.value_heads
+        convolution = self.conv_width * sum(self.convolved)
+        return matrices + self.raised + convolution + self.value_heads + self.decays
 
     @property
     def mixing_per_token(self) -> int:
-        """Forward multiply-adds per token between tokens: convolution, and the recurrence.
+        """Forward multiply-adds per token besides in_proj and out_proj.
 
         Per state of a head: decay, the value that it predicts, its update, and its output.
         """
         states = self.inner * self.key_width
-        return self.conv_width * sum(self.convolved) + 4 * states
+        return self.raised + self.conv_width * sum(self.convolved) + 4 * states
 
 
 def delta_net_shape(config: Any) -> DeltaNetShape:
@@ -253,4 +272,5 @@ def delta_net_shape(config: Any) -> DeltaNetShape:
         value_heads=config.linear_num_value_heads,
         value_width=config.linear_value_head_dim,
         conv_width=config.linear_conv_kernel_dim,
+        is_kda=config.experimental_attention_variant == KDA,
     )

@@ -17,7 +17,7 @@ from megatron.core import device
 from megatron.core.autograd import Context, Function
 from megatron.core.packed_seq_params import PackedSeqParams, sequence_index
 from megatron.core.parallel.context_parallel_partition import row_lengths
-from megatron.core.params.param_init import Init, new_parameter, param_info_for
+from megatron.core.params.param_init import Init, InitMethod, new_parameter, param_info_for
 from megatron.core.transformer.kv_cache import KVCache, State
 from megatron.core.transformer.module import MegatronModule
 
@@ -142,7 +142,7 @@ class RecurrentMixer(MegatronModule, ABC):
         """
 
     def sharded(
-        self, shape: tuple[int, ...], init: Init, blocks: tuple[int, ...] = (1,)
+        self, shape: tuple[int, ...], init: InitMethod, blocks: tuple[int, ...] = (1,)
     ) -> nn.Parameter:
         """Create a parameter whose first dimension is sharded over tensor-parallel ranks."""
         local = shape[0] // self.tp_group.size(), *shape[1:]

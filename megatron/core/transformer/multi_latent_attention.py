@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.attention import SelfAttentionBase
+from megatron.core.transformer.attention import SelfAttentionBase, layer_has_rope
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import WithBias, is_replaced
@@ -118,6 +118,7 @@ class MLASelfAttention(MultiLatentAttention):
         if c.mla_latent_norm_epsilon is not None:  # also that of norms in up-projections
             c = replace(c, layernorm_epsilon=c.mla_latent_norm_epsilon)
         self.is_sequence_sharded = c.sequence_parallel and self.tp_group.size() > 1
+        self.has_rope = layer_has_rope(c, self.layer_number - 1)
 
         def up(spec: Slot | None, input_size: int, width: int, name: str) -> Any:
             return self.projection(spec, input_size, heads * width, bias=False, name=name, config=c)
@@ -197,7 +198,7 @@ class MLASelfAttention(MultiLatentAttention):
         narrow, key_position = self._narrow(hidden_states)
         up = self.linear_kv_up_proj
         narrow = up.normalized(narrow) if hasattr(up, "normalized") else narrow
-        rotated = apply_rotary(key_position.unsqueeze(2), rotary_pos_emb, fused=c.apply_rope_fusion)
+        rotated = self._rotate(key_position.unsqueeze(2), rotary_pos_emb)
         latents = torch.cat([narrow.unsqueeze(2), rotated], -1)  # the keys of all heads
         narrow_query = self._narrow_query(hidden_states)
         query, position = self._query(narrow_query, rotary_pos_emb)
@@ -298,7 +299,11 @@ class MLASelfAttention(MultiLatentAttention):
         query = linear_q(narrow_query)[0].unflatten(-1, (-1, self.query_width))
         query = rotary.scaled(query)
         query, position = query.split([c.qk_head_dim, c.qk_pos_emb_head_dim], -1)
-        return query, apply_rotary(position, rotary, fused=self.config.apply_rope_fusion)
+        return query, self._rotate(position, rotary)
+
+    def _rotate(self, x: Tensor, rotary: RotaryTable) -> Tensor:
+        """Rotate the channels with positions, if this layer does."""
+        return apply_rotary(x, rotary, fused=self.config.apply_rope_fusion) if self.has_rope else x
 
     def _raised(
         self, rotary: RotaryTable, narrow_query: Tensor, narrow: Tensor, key_position: Tensor
@@ -308,9 +313,7 @@ class MLASelfAttention(MultiLatentAttention):
         heads = self.num_attention_heads_per_partition
         key_value = self.linear_kv_up_proj(narrow)[0].unflatten(-1, (heads, -1))
         key, value = key_value.split([c.qk_head_dim, c.v_head_dim], -1)
-        key_position = apply_rotary(
-            key_position.unsqueeze(2), rotary, fused=self.config.apply_rope_fusion
-        )
+        key_position = self._rotate(key_position.unsqueeze(2), rotary)
         key = torch.cat([key, key_position.expand(-1, -1, heads, -1)], -1)
         takes_narrow = getattr(self.core_attention, "takes_narrow_values", False)
         # A recomputed core keeps its inputs: a view would keep keys and values twice.

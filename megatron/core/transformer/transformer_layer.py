@@ -429,7 +429,9 @@ class TransformerLayer(ResidualLayer):
 def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodules) -> None:
     """Raise ConfigError if the norms of the spec contradict --layer-norm-placement."""
     placement = config.layer_norm_placement
-    if placement == "pre" or not isinstance(submodules.self_attention, ModuleSpec):
+    if placement in ("pre", "post_softmax") or not isinstance(
+        submodules.self_attention, ModuleSpec
+    ):
         return
     has_before = submodules.input_layernorm is not IdentityOp
     has_after = getattr(submodules, "post_self_attn_layernorm", IdentityOp) is not IdentityOp

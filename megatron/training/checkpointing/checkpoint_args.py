@@ -97,6 +97,7 @@ FORCED = (
     *"""
     attention_output_gate experimental_attention_variant linear_attention_freq
     enable_mhc_connections mhc_num_residual_streams mhc_sinkhorn_iterations
+    linear_norm_epsilon linear_allow_neg_eigval
     num_query_groups group_query_attention add_qkv_bias qk_layernorm qk_layernorm_full_width
     qk_layernorm_after_rope qk_l2_norm apply_query_key_layer_scaling attn_logit_softcapping
     softmax_scale softmax_type

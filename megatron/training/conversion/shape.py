@@ -16,7 +16,7 @@ from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
 from megatron.core.ssm.mamba_hybrid_layer_allocation import layer_pattern
 from megatron.core.transformer.attention import layer_has_rope
 from megatron.core.transformer.attention_masks import window_of_layer
-from megatron.core.transformer.config.attention import LINEAR_VARIANTS, SPARSE_VARIANT
+from megatron.core.transformer.config.attention import KDA, LINEAR_VARIANTS, SPARSE_VARIANT
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.core.transformer.layer_layout import has_experts, has_linear_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -69,7 +69,10 @@ _READ_BY_SOME: tuple[tuple[Callable[[ModelShape], bool], Iterable[str]], ...] = 
         lambda shape: model_kind(shape.kind).is_hybrid,
         ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
     ),
-    (lambda shape: any(shape.linear_layers), ("linear_layers", *LINEAR)),
+    (
+        lambda shape: any(shape.linear_layers),
+        ("linear_layers", "linear_norm_epsilon", "linear_allow_neg_eigval", *LINEAR),
+    ),
     (lambda shape: shape.attention_variant == SPARSE_VARIANT, SPARSE),
     (
         lambda shape: shape.enable_mhc_connections,
@@ -169,13 +172,15 @@ class ModelShape:
     mamba_num_groups: int | None = None
     mamba_num_heads: int | None = None
     linear_layers: tuple[bool, ...] = ()  # whether each layer has linear attention
+    linear_norm_epsilon: float | None = None
+    linear_allow_neg_eigval: bool = False
     linear_conv_kernel_dim: int = 4
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
     attention_output_gate: bool = False
-    attention_variant: str | None = None  # of all layers: sparse attention
+    attention_variant: str | None = None  # sparse attention, or KDA in linear layers
     dsa_indexer_n_heads: int = 64
     dsa_indexer_head_dim: int = 128
     dsa_indexer_topk: int = 2048
@@ -195,7 +200,8 @@ class ModelShape:
         for is_read, names in _READ_BY_SOME:
             for name in () if is_read(self) else names:
                 fill(self, name, getattr(ModelShape, name))
-        for name in ("mla_latent_norm_epsilon", "dsa_indexer_k_norm_epsilon"):
+        of_parts = "linear_norm", "mla_latent_norm", "dsa_indexer_k_norm"
+        for name in (f"{part}_epsilon" for part in of_parts):
             if getattr(self, name) == self.norm_epsilon:
                 fill(self, name, None)
         if self.dsa_indexer_topk_freq == 1:
@@ -221,6 +227,11 @@ class ModelShape:
             if model_kind(self.kind).is_hybrid and not set(symbols) & set(self.pattern):
                 for name, value in values.items():
                     fill(self, name, value)
+
+    @property
+    def experimental_attention_variant(self) -> str | None:
+        """Value of the flag of this name."""
+        return self.attention_variant or (LINEAR_VARIANTS[0] if self.linear_layers else None)
 
     def differences(self, other: ModelShape) -> Iterator[str]:
         """Yield one phrase for each value in which ``other`` differs."""
@@ -275,8 +286,10 @@ def shape_of(config: RunConfig, vocab_size: int) -> ModelShape:
         values["expert_layers"] = tuple(has_experts(m, layer) for layer in range(m.num_layers))
     linear = tuple(has_linear_attention(m, layer) for layer in range(m.num_layers))
     values["linear_layers"] = linear if any(linear) else ()
-    if m.experimental_attention_variant == SPARSE_VARIANT:
-        values["attention_variant"] = SPARSE_VARIANT
+    if m.experimental_attention_variant == SPARSE_VARIANT or (
+        m.experimental_attention_variant == KDA and any(linear)
+    ):
+        values["attention_variant"] = m.experimental_attention_variant
     return ModelShape(**values)
 
 
@@ -310,9 +323,7 @@ def args_of(shape: ModelShape) -> dict[str, object]:
         "hybrid_override_pattern": shape.pattern or None,
         "moe_layer_freq": [int(is_one) for is_one in shape.expert_layers] or None,
         "linear_attention_freq": [int(is_one) for is_one in shape.linear_layers] or None,
-        "experimental_attention_variant": (
-            LINEAR_VARIANTS[0] if shape.linear_layers else shape.attention_variant
-        ),
+        "experimental_attention_variant": shape.experimental_attention_variant,
         "rope_type": "yarn" if shape.rotary_scaling_factor != 1 else None,
         "no_rope_freq": [*map(int, shape.without_rope)] or None,
         "softmax_scale": None if shape.softmax_scale == usual_softmax else shape.softmax_scale,

@@ -44,6 +44,9 @@ SHAPES = {"block_configs": [FULL, LINEAR, ABSENT, FULL]}
         "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 6 "
         "--linear-value-head-dim 4 --attention-output-gate --add-qkv-bias --num-experts 4",
         "--enable-mhc-connections --mhc-num-residual-streams 3 --normalization RMSNorm",
+        "--experimental-attention-variant kda --linear-attention-freq 2 --multi-latent-attention "
+        "--linear-num-key-heads 2 --linear-num-value-heads 2 --linear-key-head-dim 6 "
+        "--linear-value-head-dim 4 --layer-norm-placement post_softmax",
         "--softmax-type learnable --num-experts 4 --quick-geglu "
         "--moe-shared-expert-intermediate-size 8",
         "--num-experts 4 --moe-latent-size 12 --moe-shared-expert-intermediate-size 8",

@@ -26,18 +26,25 @@ SIZES = {
     **{"linear_key_head_dim": 6, "linear_value_head_dim": 4, "linear_num_key_heads": 2},
     **{"linear_num_value_heads": 4, "attention_output_gate": True},
 }
+# As in Kimi-Linear: KDA, and latent attention without positions.
+KIMI = {
+    **{**SIZES, "linear_num_value_heads": 2, "attention_output_gate": False},
+    **{"experimental_attention_variant": "kda", "linear_allow_neg_eigval": True},
+    **{"multi_latent_attention": True, "no_rope_freq": 1, "kv_lora_rank": 6, "qk_head_dim": 4},
+    **{"qk_pos_emb_head_dim": 2, "v_head_dim": 4},
+}
+each_variant = pytest.mark.parametrize("sizes", [SIZES, KIMI], ids=["gdn", "kda"])
 _CLOSE = tolerances.of(torch.float64)
 
 
 def build(freq: object = 2, backend: Any = LOCAL, **changes: Any) -> GPTModel:
+    variant = {"experimental_attention_variant": "gated_delta_net"}
     config = tiny_config(
         params_dtype=torch.float64,
         num_layers=4,
         init_method_std=0.1,
-        experimental_attention_variant="gated_delta_net",
         linear_attention_freq=freq,
-        **SIZES,
-        **changes,
+        **{**variant, **SIZES, **changes},
     )
     torch.manual_seed(5)
     return GPTModel(
@@ -83,8 +90,9 @@ def test_checkpoints_of_both_implementations_have_the_same_names() -> None:
 
 
 @pytest.mark.feature("Linear attention: generation by recurrent state beside keys and values")
-def test_token_by_token_gives_the_logits_of_the_whole() -> None:
-    model = build().eval()
+@each_variant
+def test_token_by_token_gives_the_logits_of_the_whole(sizes: dict[str, Any]) -> None:
+    model = build(**sizes).eval()
     ids, places = tokens()
     cache, found = StaticInferenceContext(2, LENGTH), []
     with torch.no_grad():
@@ -97,8 +105,9 @@ def test_token_by_token_gives_the_logits_of_the_whole() -> None:
     torch.testing.assert_close(torch.cat(found, 1), expected, **_CLOSE)
 
 
-def test_the_engine_takes_the_most_likely_token_of_each_full_pass() -> None:
-    model = build().eval()
+@pytest.mark.parametrize("sizes", [SIZES, KIMI, {**KIMI, "cache_mla_latents": True}])
+def test_the_engine_takes_the_most_likely_token_of_each_full_pass(sizes: dict[str, Any]) -> None:
+    model = build(**sizes).eval()
     engine = Engine(
         GenerationModel(
             module=model,
@@ -123,6 +132,7 @@ def test_the_engine_takes_the_most_likely_token_of_each_full_pass() -> None:
         assert len({*ids[-10:]}) > 1
 
 
+@each_variant
 @pytest.mark.parametrize(
     "changes",
     [
@@ -130,15 +140,16 @@ def test_the_engine_takes_the_most_likely_token_of_each_full_pass() -> None:
         {"recompute_granularity": "selective"},
     ],
 )
-def test_recomputation_changes_no_gradient(changes: dict[str, Any]) -> None:
-    expected, found = gradients(build()), gradients(build(**changes))
+def test_recomputation_changes_no_gradient(changes: dict[str, Any], sizes: dict[str, Any]) -> None:
+    expected, found = gradients(build(**sizes)), gradients(build(**sizes, **changes))
     torch.testing.assert_close(found, expected, **_CLOSE)
     assert all(g.abs().max() > 0 for g in expected.values())
 
 
 @pytest.mark.feature("Linear attention: packed sequences do not mix")
-def test_packed_sequences_have_the_losses_they_have_alone() -> None:
-    model, lengths = build(), (5, 11, 8)
+@each_variant
+def test_packed_sequences_have_the_losses_they_have_alone(sizes: dict[str, Any]) -> None:
+    model, lengths = build(**sizes), (5, 11, 8)
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends)
     ids, labels = tokens()[0], tokens()[0].roll(-1, 1)

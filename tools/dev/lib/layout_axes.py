@@ -245,6 +245,9 @@ _FEATURES = (
     _model("streams", "mhc", "--enable-mhc-connections --mhc-num-residual-streams 3 "
            "--mhc-init-gating-factor 0.5 --mhc-sinkhorn-iterations 4"),
     _layout("recompute", "recompute-streams", "--mhc-recompute-layer-num 2", "mhc"),
+    _model("layers", "kda", "--experimental-attention-variant kda --linear-attention-freq 2 "
+           "--linear-key-head-dim 4 --linear-value-head-dim 8 --linear-num-key-heads 4 "
+           "--linear-num-value-heads 4", "mla"),
     _model("layers", "mamba", "{mamba}"),
     _model("layers", "hybrid", "{mamba} --is-hybrid-model --hybrid-override-pattern {pattern}"),
     _model("layers", "hybrid-experts",

@@ -115,8 +115,9 @@ def layer_of(
     multi_latent_attention: bool = False,
     qk_l2_norm: bool = False,
     use_kitchen: bool = False,
+    is_linear: bool = False,
 ) -> ModuleSpec:
-    """Return the spec of a causal layer with the classes of ``backend``.
+    """Return the spec of a causal layer, which may have linear attention, of ``backend``.
 
     ``grouped_experts``: see `experts_of`.
     """
@@ -124,9 +125,10 @@ def layer_of(
         raise ConfigError(f"a GPT layer with use_kitchen: {flag_messages.KITCHEN}")
     c = config or _DEFAULT
     placement = c.layer_norm_placement
-    is_latent = multi_latent_attention or c.multi_latent_attention
+    if placement == "post_softmax":
+        placement = "pre" if is_linear else "post"
+    is_latent = (multi_latent_attention or c.multi_latent_attention) and not is_linear
     column = backend.column_parallel_linear()
-    core = backend.core_attention()
     row = backend.row_parallel_linear()
     before = IdentityOp if placement == "post" else backend.layer_norm()
     after = IdentityOp if placement == "pre" else backend.layer_norm()
@@ -136,26 +138,11 @@ def layer_of(
     norm: Slot | None = None
     if qk_layernorm or c.qk_layernorm:
         norm = backend.layer_norm(for_qk=True)
-    if is_latent:
-        up = column
-        if fused and norm is not None:
-            up = fused
-            norm = IdentityOp
-        is_sparse = c.experimental_attention_variant == SPARSE_VARIANT
-        attention = ModuleSpec(
-            SparseMLASelfAttention if is_sparse else MLASelfAttention,
-            submodules=MLASelfAttentionSubmodules(
-                linear_q_proj=column,
-                linear_q_down_proj=backend.linear(),
-                linear_q_up_proj=up,
-                linear_kv_down_proj=backend.linear(),
-                linear_kv_up_proj=up,
-                core_attention=LOCAL.core_attention() if is_sparse else core,
-                linear_proj=row,
-                q_layernorm=norm,
-                kv_layernorm=norm,
-            ),
-        )
+    if is_linear:
+        slots = GatedDeltaNetSubmodules(fused or column, row)
+        attention = ModuleSpec(GatedDeltaNet, submodules=slots)
+    elif is_latent:
+        attention = _latent_attention(backend, c, fused, norm)
     else:
         if c.qk_l2_norm:
             norm = None  # the norm without weights takes its place
@@ -165,9 +152,12 @@ def layer_of(
             norm = HeadsWideRMSNorm
         attention = ModuleSpec(
             SelfAttention,
-            submodules=SelfAttentionSubmodules(fused or column, core, row, norm, norm),
+            submodules=SelfAttentionSubmodules(
+                fused or column, backend.core_attention(), row, norm, norm
+            ),
         )
-    attention.params["attn_mask_type"] = AttnMaskType.causal
+    if not is_linear:
+        attention.params["attn_mask_type"] = AttnMaskType.causal
     if is_dense:
         mlp = ModuleSpec(MLP, submodules=MLPSubmodules(fused or column, row))
     else:
@@ -183,6 +173,32 @@ def layer_of(
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             post_mlp_layernorm=after,
+        ),
+    )
+
+
+def _latent_attention(
+    backend: BackendSpecProvider, c: TransformerConfig, fused: Slot | None, norm: Slot | None
+) -> ModuleSpec:
+    """Return the spec of latent attention; ``fused``: see `column_with_norm`."""
+    column = backend.column_parallel_linear()
+    up = column
+    if fused and norm is not None:
+        up = fused
+        norm = IdentityOp
+    is_sparse = c.experimental_attention_variant == SPARSE_VARIANT
+    return ModuleSpec(
+        SparseMLASelfAttention if is_sparse else MLASelfAttention,
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=column,
+            linear_q_down_proj=backend.linear(),
+            linear_q_up_proj=up,
+            linear_kv_down_proj=backend.linear(),
+            linear_kv_up_proj=up,
+            core_attention=(LOCAL if is_sparse else backend).core_attention(),
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=norm,
+            kv_layernorm=norm,
         ),
     )
 
@@ -353,15 +369,10 @@ def decoder_block_of(
     @cache
     def layer(is_sparse: bool, is_linear: bool, is_hashed: bool) -> ModuleSpec:
         num_experts = config.num_moe_experts if is_sparse else None
-        spec = layer_of(backend, num_experts, config=config, **more)
+        spec = layer_of(backend, num_experts, config=config, is_linear=is_linear, **more)
         if is_hashed:
             spec.submodules.mlp.submodules.router = HashRouter
-        if not is_linear:
-            return spec
-        column = column_with_norm(backend, config) or backend.column_parallel_linear()
-        slots = GatedDeltaNetSubmodules(column, backend.row_parallel_linear())
-        linear = ModuleSpec(GatedDeltaNet, submodules=slots)
-        return replace(spec, submodules=replace(spec.submodules, self_attention=linear))
+        return spec
 
     numbers = range(config.num_layers)
     layers = [

@@ -9,7 +9,8 @@ from megatron.core.config.option import option
 from megatron.core.config.parse import int_pair, layer_frequency, member_of
 from megatron.core.enums import AttnBackend
 
-LINEAR_VARIANTS = ("gated_delta_net", "gdn")
+KDA = "kda"
+LINEAR_VARIANTS = ("gated_delta_net", "gdn", KDA)
 SPARSE_VARIANT = "dsa"
 _network = partial(option, group="network size")
 _training = partial(option, group="training")
@@ -142,9 +143,10 @@ class AttentionConfig:
     experimental_attention_variant: str | None = _network(
         None,
         "gated_delta_net, or gdn for short: linear attention by the gated delta rule in the layers "
-        "that --linear-attention-freq selects. dsa: DeepSeek Sparse Attention in all layers, in "
-        "which a query of latent attention attends to the --dsa-indexer-topk keys that an indexer "
-        "selects.",
+        "that --linear-attention-freq selects. kda: Kimi Delta Attention in them, with a decay "
+        "per key channel instead of one per head, and as many key as value heads. dsa: DeepSeek "
+        "Sparse Attention in all layers, in which a query of latent attention attends to the "
+        "--dsa-indexer-topk keys that an indexer selects.",
         choices=(*LINEAR_VARIANTS, SPARSE_VARIANT),
     )
     linear_attention_freq: int | tuple[int, ...] | None = _network(
@@ -170,6 +172,15 @@ class AttentionConfig:
         32,
         "Number of value heads of linear attention, a multiple of --linear-num-key-heads.",
         at_least=1,
+    )
+    linear_norm_epsilon: float | None = _network(
+        None,
+        "Epsilon of the norm of the output of linear attention; --norm-epsilon if not given.",
+    )
+    linear_allow_neg_eigval: bool = _network(
+        False,
+        "Double the strength of corrections of linear attention, to at most 2, so that a state may "
+        "change its sign along a key.",
     )
     attention_dropout: float = option(
         0.1, "Dropout probability of attention weights.", group="regularization"

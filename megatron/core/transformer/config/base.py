@@ -71,8 +71,9 @@ class BaseConfig:
     )
     layer_norm_placement: str = _network(
         "pre",
-        "Normalize the input of each sublayer (pre), its output (post) or both (sandwich).",
-        choices=("pre", "post", "sandwich"),
+        "Normalize the input of each sublayer (pre), its output (post) or both (sandwich), or the "
+        "input in layers of linear attention and the output in the others (post_softmax).",
+        choices=("pre", "post", "sandwich", "post_softmax"),
     )
     residual_scale: float | None = _network(
         None,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan import wrong_chunks
-from megatron.core.transformer.config.attention import LINEAR_VARIANTS, SPARSE_VARIANT
+from megatron.core.transformer.config.attention import KDA, LINEAR_VARIANTS, SPARSE_VARIANT
 from megatron.core.transformer.layer_layout import (
     has_explicit_layout,
     has_linear_attention,
@@ -64,8 +64,12 @@ _ARCHITECTURE = rules(
             lambda n: isinstance(n, int) and n < 1,
         ),
         "--apply-residual-connection-post-layernorm needs a norm at the input of a sublayer, and "
-        "--layer-norm-placement is post": lambda c: (
-            c.apply_residual_connection_post_layernorm and c.layer_norm_placement == "post"
+        "{--layer-norm-placement}": lambda c: (
+            c.apply_residual_connection_post_layernorm and "post" in c.layer_norm_placement
+        ),
+        "--layer-norm-placement post_softmax differs from post in layers of linear attention "
+        "only: give --experimental-attention-variant, or use post": lambda c: (
+            c.layer_norm_placement == "post_softmax" and not c.experimental_attention_variant
         ),
         "{found}: make the first the larger one": _find_wrong_yarn,
     },
@@ -190,9 +194,7 @@ _LINEAR_ATTENTION = rules(
                 "--linear-attention-freq", lambda n: isinstance(n, int) and n < 1
             ),
             "--experimental-attention-variant and {found} exclude each other: keep the first for "
-            "layers of linear attention": (
-                "--multi-latent-attention --heterogeneous-layers-config-path"
-            ),
+            "layers of linear attention": "--heterogeneous-layers-config-path",
             "{--mtp-num-layers}: layers of multi-token prediction are like the last one, which "
             "has linear attention; give a --linear-attention-freq that ends with softmax "
             "attention": lambda c: (
@@ -258,8 +260,12 @@ _SPARSE_ATTENTION = where(
 
 def _rows_of_linear_attention(c: Any) -> int:
     keys = c.linear_num_key_heads * c.linear_key_head_dim
-    values = c.linear_num_value_heads * (c.linear_value_head_dim + 1)
-    return int(2 * (keys + values) // max(1, c.tensor_model_parallel_size))
+    values = c.linear_num_value_heads * c.linear_value_head_dim
+    rows = 2 * (keys + values + c.linear_num_value_heads)
+    if c.experimental_attention_variant == KDA:  # latents of the gates
+        narrow = c.linear_key_head_dim + c.linear_value_head_dim
+        rows = 2 * keys + values + c.linear_num_value_heads + narrow
+    return int(rows // max(1, c.tensor_model_parallel_size))
 
 
 # ---- parallelism ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import (
     mixer_shape,
     pattern_problems,
 )
-from megatron.core.transformer.config.attention import LINEAR_VARIANTS
+from megatron.core.transformer.config.attention import KDA, LINEAR_VARIANTS
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.core.transformer.layer_layout import layer_ranges, layout_problems
 from megatron.training.arguments.rules.rule import Settings, refusal
@@ -339,6 +339,18 @@ _LINEAR_ATTENTION = where(
             and (heads := c.linear_num_key_heads // c.tensor_model_parallel_size)
             % c.context_parallel_size
             and heads
+        ),
+        "--experimental-attention-variant kda with {--linear-num-key-heads} and "
+        "{--linear-num-value-heads}: each head has its own decays; give equal numbers": lambda c: (
+            c.experimental_attention_variant == KDA
+            and c.linear_num_key_heads != c.linear_num_value_heads
+        ),
+        "--experimental-attention-variant kda with {--linear-key-head-dim} and "
+        "{--linear-value-head-dim}: the latents of its gates, which are as wide, cannot be split "
+        "over {--tensor-model-parallel-size}; use a divisor of both": lambda c: (
+            c.experimental_attention_variant == KDA
+            and (tp := c.tensor_model_parallel_size) >= 1
+            and (c.linear_key_head_dim % tp or c.linear_value_head_dim % tp)
         ),
     },
 )

@@ -54,9 +54,9 @@ _FLAGS_NEEDED = parse_table(
 --position-embedding-type mrope | mrope_section
 --position-embedding-type learned_absolute | reset_position_ids
 --position-embedding-type relative | relative_attention_num_buckets relative_attention_max_distance
---experimental-attention-variant gated_delta_net or gdn | linear_attention_freq
+--experimental-attention-variant gated_delta_net, gdn or kda | linear_attention_freq
     linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
-    linear_num_value_heads
+    linear_num_value_heads linear_norm_epsilon linear_allow_neg_eigval
 --experimental-attention-variant dsa | dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
     dsa_indexer_loss_coeff dsa_indexer_k_norm_epsilon dsa_indexer_rope_interleaved
     dsa_indexer_topk_freq dsa_indexer_skip_topk_offset
