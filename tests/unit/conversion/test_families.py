@@ -42,8 +42,8 @@ def config_of(folder: Path) -> dict:
 )
 @pytest.mark.feature(
     "Checkpoints: OLMo-3, OLMoE, SmolLM3, EXAONE 4, GLM-4, GLM-4.5, Seed-OSS, Granite, "
-    "Ministral 3, Mistral 4, MiniMax-M2, ERNIE 4.5 MoE, Hunyuan-MoE, Kimi-K2, DeepSeek-V3.2 and "
-    "GLM-5 from and to Hugging Face"
+    "Ministral 3, Mistral 4, MiniMax-M2, ERNIE 4.5 MoE, Hunyuan-MoE, Kimi-K2, DeepSeek-V3.2, "
+    "GLM-5, Kimi-Linear and OLMo-Hybrid from and to Hugging Face"
 )
 @pytest.mark.parametrize("case", models.CASES)
 def test_a_family_in_and_out(case: str, tmp_path: Path) -> None:

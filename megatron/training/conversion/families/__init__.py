@@ -16,9 +16,13 @@ from megatron.training.conversion.families.experts import (
     MIXTRAL,
     OLMOE,
     QWEN2_MOE,
+    QWEN3_MOE,
+)
+from megatron.training.conversion.families.linear import (
+    KIMI_LINEAR,
+    OLMO_HYBRID,
     QWEN3_5,
     QWEN3_5_MOE,
-    QWEN3_MOE,
     QWEN3_NEXT,
 )
 from megatron.training.conversion.families.llama import DENSE, GPT2, IN_VISION_LANGUAGE
@@ -28,13 +32,13 @@ from megatron.training.conversion.families.t5 import T5
 from megatron.training.conversion.family import Family
 
 _EXPERTS = (
-    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, OLMOE),
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, OLMOE),
     *(MINIMAX_M2, ERNIE_MOE, HUNYUAN_MOE, GLM4_MOE, MISTRAL4, KIMI_K2, DEEPSEEK_V32, GLM_MOE_DSA),
 )
+_LINEAR = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR)
 _OTHERS = (BERT, MEGATRON_BERT, T5, MAMBA2, NEMOTRON_H)
 FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (*DENSE, GPT2, *_EXPERTS, QWEN3_5, QWEN3_5_MOE, *_OTHERS)
+    family.model_type: family for family in (*DENSE, GPT2, *_EXPERTS, *_LINEAR, *_OTHERS)
 }
 # Language models that exist only within a larger model, by the model_type of its text_config.
 PARTS: dict[str, Family] = {family.model_type: family for family in IN_VISION_LANGUAGE}

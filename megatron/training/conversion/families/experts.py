@@ -4,24 +4,18 @@ gpt-oss has sinks, windows in every other layer, YaRN, and experts with biases a
 The experts of a layer are one tensor [E, in, out], in which outputs of the gate and of the up
 projection alternate.  Published models store it in mxfp4 (`quantized`), which is read, not written.
 
-Qwen3-Next and Qwen3.5 have layers of linear attention, and gates of the output of attention.
-
 DeepSeek V2 and V3 have latent attention, experts and shared experts, and dense layers first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import not_
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.ssm.mamba_hybrid_layer_allocation import delta_net_shape
-from megatron.training.checkpointing.checkpoint_args import LINEAR
 from megatron.training.conversion.families.llama import LAYER, NO_BIAS, SILU, llama_like
 from megatron.training.conversion.family import (
     HEAD_DIM,
@@ -45,7 +39,7 @@ from megatron.training.conversion.family import (
     windows,
 )
 from megatron.training.conversion.shape import ModelShape
-from megatron.training.conversion.tensors import Heads, Rule, group_rows
+from megatron.training.conversion.tensors import Rule
 
 TOPK = same("num_experts_per_tok", "moe_router_topk")
 WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size")
@@ -67,7 +61,7 @@ EXPERT_LAYER: Names = {
 
 # norm_topk_prob: true is a softmax over the chosen experts (weights sum to 1), false over all.
 NORMED = same("norm_topk_prob", "moe_router_pre_softmax", False, not_, not_)
-_NORMED_UNLESS_SAID = same("norm_topk_prob", "moe_router_pre_softmax", True, not_, not_)
+NORMED_BY_DEFAULT = same("norm_topk_prob", "moe_router_pre_softmax", True, not_, not_)
 # Factor of the weights of the chosen experts.
 SCALED = same(
     "routed_scaling_factor",
@@ -133,7 +127,7 @@ def groups(counted: int) -> Field:
     )
 
 
-_SOFTMAX: Values = {"moe_router_score_function": "softmax"}
+SOFTMAX: Values = {"moe_router_score_function": "softmax"}
 
 # Every layer has experts; intermediate_size is the width of an expert.
 _IN_ALL = Field(
@@ -155,12 +149,12 @@ MIXTRAL = llama_like(
         "mlp.router": "block_sparse_moe.gate",
         **gated("mlp.experts.local_experts.{}", "block_sparse_moe.experts.{}", "w1", "w3", "w2"),
     },
-    always=_SOFTMAX,
+    always=SOFTMAX,
 )
 
 
-_QWEN = (*SILU, TOPK, WIDTH, NORMED, SPARSE)
-_SHARED_EXPERT_LAYER: Names = {
+QWEN_MOE = (*SILU, TOPK, WIDTH, NORMED, SPARSE)
+SHARED_EXPERT_LAYER: Names = {
     **EXPERT_LAYER,
     **gated("mlp.shared_experts", "mlp.shared_expert", *PROJECTIONS),
     "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
@@ -170,7 +164,7 @@ _SHARED_EXPERT_LAYER: Names = {
 QWEN2_MOE = llama_like(
     "qwen2_moe",
     "Qwen2Moe",
-    *_QWEN,
+    *QWEN_MOE,
     # Even layers below max_window_layers have a window.
     windows(
         lambda c, layer: layer % 2 == 0 and layer < c.get("max_window_layers", 28),
@@ -180,8 +174,8 @@ QWEN2_MOE = llama_like(
     demand(qkv_bias=True),
     same("num_experts", "num_experts", 60),
     same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-    layer=_SHARED_EXPERT_LAYER,
-    always={**_SOFTMAX, "add_qkv_bias": True, "moe_shared_expert_gate": True},
+    layer=SHARED_EXPERT_LAYER,
+    always={**SOFTMAX, "add_qkv_bias": True, "moe_shared_expert_gate": True},
 )
 
 
@@ -199,13 +193,13 @@ _COUNT = Field(_read_count, lambda shape: {"num_experts": shape.num_experts})
 QWEN3_MOE = llama_like(
     "qwen3_moe",
     "Qwen3Moe",
-    *_QWEN,
+    *QWEN_MOE,
     HEAD_DIM,
     windows(switch=True, default=4096),
     NO_BIAS,
     _COUNT,
     layer=EXPERT_LAYER,
-    always={**_SOFTMAX, "qk_norm": "head"},
+    always={**SOFTMAX, "qk_norm": "head"},
 )
 
 # QK norms over all heads together.
@@ -218,11 +212,11 @@ OLMOE = llama_like(
     demand(clip_qkv=None),
     epsilon=1e-5,
     layer=EXPERT_LAYER,
-    always={**_SOFTMAX, "qk_norm": "wide"},
+    always={**SOFTMAX, "qk_norm": "wide"},
 )
 
 # Sigmoid scores, and a bias on them that balances the load.
-_BALANCED: Values = {
+BALANCED: Values = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
@@ -241,7 +235,7 @@ MINIMAX_M2 = llama_like(
     HEAD_DIM,
     *IN_ALL_LAYERS,
     layer={**MIXTRAL.layer, "mlp.router.expert_bias": "block_sparse_moe.e_score_correction_bias"},
-    always={**_BALANCED, "qk_norm": "wide"},
+    always={**BALANCED, "qk_norm": "wide"},
     rope=Field(_read_width_of_rotation, ROPE.write),
 )
 
@@ -277,10 +271,10 @@ ERNIE_MOE = llama_like(
     layer={
         **EXPERT_LAYER,
         **gated("mlp.shared_experts", "mlp.shared_experts", *PROJECTIONS),
-        "mlp.router.expert_bias": Rule(("mlp.moe_statics.e_score_correction_bias",), is_row=True),
+        "mlp.router.expert_bias": Rule(("mlp.moe_statics.e_score_correction_bias",), view=(1, -1)),
     },
     always={
-        **_SOFTMAX,
+        **SOFTMAX,
         "moe_router_enable_expert_bias": True,
         "moe_router_dtype": "fp32",
         "rotary_interleaved": True,
@@ -333,116 +327,12 @@ HUNYUAN_MOE = llama_like(
         "self_attention.k_layernorm": "self_attn.key_layernorm",
     },
     always={
-        **_SOFTMAX,
+        **SOFTMAX,
         "qk_norm": "head",
         "qk_layernorm_after_rope": True,
         "moe_router_dtype": "fp32",
     },
     rope=Field(_read_fixed_ntk, ROPE.write),
-)
-
-
-# Qwen3-Next and Qwen3.5: three layers of linear attention, then one whose attention has a gate.
-
-_LINEAR, _FULL = "linear_attention", "full_attention"
-
-
-def _read_layers(config: Config) -> Values:
-    step, count = config.get("full_attention_interval", 4), config["num_hidden_layers"]
-    kinds = config.get("layer_types") or [
-        _LINEAR if i % step else _FULL for i in range(1, count + 1)
-    ]
-    if strange := {*kinds} - {_LINEAR, _FULL}:
-        raise CheckpointError(f"config.json has layer_types {', '.join(sorted(strange))}")
-    return {"linear_layers": tuple(kind == _LINEAR for kind in kinds)}
-
-
-def _write_layers(shape: ModelShape) -> Values:
-    linear = shape.linear_layers or (False,) * shape.num_layers
-    return {"layer_types": [_LINEAR if is_linear else _FULL for is_linear in linear]}
-
-
-_DELTA_NET = (
-    Field(_read_layers, _write_layers),
-    *(same(name, name, getattr(ModelShape, name)) for name in LINEAR),
-    same("head_dim", "kv_channels", 256),
-    NO_BIAS,
-    Field(  # replaces ROPE's entry
-        lambda config: ROPE.read({"partial_rotary_factor": 0.25, **config}),
-        lambda shape: {"partial_rotary_factor": shape.rotary_percent},
-    ),
-)
-_GATED: Values = {"apply_layernorm_1p": True, "qk_norm": "head", "attention_output_gate": True}
-
-
-def _rows_of_gated(shape: Heads) -> list[Tensor]:
-    """Return the rows of q, k and v: each head of q_proj has its query and then its gate."""
-    rows = torch.arange(shape.num_query_groups * sum(group_rows(shape)))
-    groups = rows.view(shape.num_query_groups, -1, shape.kv_channels)
-    *gated, k, v = groups.split([(groups.shape[1] - 2) // 2] * 2 + [1, 1], 1)
-    return [torch.stack(gated, 2).flatten(), k.flatten(), v.flatten()]
-
-
-def _rows_by_head(shape: Heads) -> list[Tensor]:
-    """Return the rows of in_proj_qkvz and in_proj_ba, which alternate by key head."""
-    parts = torch.arange(sum(widths := delta_net_shape(shape).projected)).split(widths)
-    q, k, v, z, beta, alpha = (part.view(shape.linear_num_key_heads, -1) for part in parts)
-    return [torch.cat([q, k, v, z], 1).flatten(), torch.cat([beta, alpha], 1).flatten()]
-
-
-def _rows_by_kind(shape: Heads) -> list[Tensor]:
-    """Return the rows of in_proj_qkv, in_proj_z, in_proj_b and in_proj_a."""
-    keys, _, *rest = delta_net_shape(shape).projected
-    sizes = [2 * keys + rest[0], *rest[1:]]
-    return list(torch.arange(sum(sizes)).split(sizes))
-
-
-def _delta_net_layer(*projections: str, rows: Callable[[Heads], Sequence[Tensor]]) -> Names:
-    names = {"out_norm": "norm", **{name: name for name in "conv1d A_log dt_bias out_proj".split()}}
-    theirs = tuple(f"linear_attn.in_proj_{name}" for name in projections)
-    return {
-        "self_attention.in_proj": Rule(theirs, rows=rows),
-        **{f"self_attention.{own}": f"linear_attn.{name}" for own, name in names.items()},
-        "self_attention.linear_qkv": Rule(
-            tuple(f"self_attn.{letter}_proj" for letter in "qkv"), rows=_rows_of_gated
-        ),
-    }
-
-
-_WITH_SHARED = (
-    *_QWEN,
-    same("num_experts", "num_experts", 512),
-    same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-)
-QWEN3_NEXT = llama_like(
-    "qwen3_next",
-    "Qwen3Next",
-    *_WITH_SHARED,
-    _NORMED_UNLESS_SAID,
-    *_DELTA_NET,
-    layer={**_SHARED_EXPERT_LAYER, **_delta_net_layer("qkvz", "ba", rows=_rows_by_head)},
-    always={**_SOFTMAX, **_GATED, "moe_shared_expert_gate": True},
-)
-QWEN3_NEXT = replace(QWEN3_NEXT, dropped=("mtp.",))
-_BY_KIND = _delta_net_layer("qkv", "z", "b", "a", rows=_rows_by_kind)
-QWEN3_5 = llama_like("qwen3_5_text", "Qwen3_5", *SILU, *_DELTA_NET, layer=_BY_KIND, always=_GATED)
-QWEN3_5 = replace(QWEN3_5, dropped=("mtp.",))
-# Every layer has experts, and config.json no other width.
-_OF_NEXT = (SIZES[1], NORMED, _NORMED_UNLESS_SAID, SPARSE)
-QWEN3_5_MOE = replace(
-    QWEN3_NEXT,
-    model_type="qwen3_5_moe_text",
-    architecture="Qwen3_5MoeForCausalLM",
-    fields=(
-        *(f for f in QWEN3_NEXT.fields if f not in _OF_NEXT),
-        Field(
-            lambda config: {
-                "ffn_hidden_size": config["moe_intermediate_size"],
-                "expert_layers": (True,) * config["num_hidden_layers"],
-            }
-        ),
-    ),
-    layer={**QWEN3_NEXT.layer, **_BY_KIND},
 )
 
 _EXPERT = "mlp.experts.local_experts.{}."
@@ -506,12 +396,12 @@ def _write_rope(shape: ModelShape) -> Values:
     return {**out, "rope_scaling": scaling}
 
 
-_ROPE = Field(_read_rope, _write_rope)
+LATENT_ROPE = Field(_read_rope, _write_rope)
 FIXED_EPSILON = demand(rms_norm_eps=1e-6)  # the only epsilon of latent norms in transformers
-_FIELDS = (
+LATENT_FIELDS = (
     *SIZES,
     same("attention_dropout", "attention_dropout", 0.0),
-    _ROPE,
+    LATENT_ROPE,
     same("rms_norm_eps", "norm_epsilon", 1e-6),
     FIXED_EPSILON,
     activation("hidden_act", "silu"),
@@ -533,12 +423,12 @@ _FIELDS = (
     SCALED,
     demand(moe_layer_freq=1),
 )
-_ALWAYS: Values = {
+LATENT: Values = {
     "multi_latent_attention": True,
     "qk_norm": "latent",
     "moe_router_dtype": "fp32",
 }
-_LAYER: Names = {
+LATENT_LAYER: Names = {
     **LAYER,
     **EXPERT_LAYER,
     "self_attention.linear_q_proj": "self_attn.q_proj",
@@ -581,12 +471,12 @@ DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     always={
-        **_ALWAYS,
+        **LATENT,
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": True,
     },
     fields=(
-        *_FIELDS,
+        *LATENT_FIELDS,
         Field(
             _read_method,
             lambda shape: {
@@ -603,7 +493,7 @@ DEEPSEEK_V2 = Family(
         ),
     ),
     outside=LLAMA_OUTSIDE,
-    layer=_LAYER,
+    layer=LATENT_LAYER,
 )
 
 _PREDICTS_AHEAD = same(
@@ -618,9 +508,9 @@ _BIAS_OF_EXPERTS = {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    always={**_ALWAYS, **_BALANCED},
+    always={**LATENT, **BALANCED},
     fields=(
-        *_FIELDS,
+        *LATENT_FIELDS,
         groups(2),
         demand(
             norm_topk_prob=True,
@@ -631,7 +521,7 @@ DEEPSEEK_V3 = Family(
         _PREDICTS_AHEAD,
     ),
     outside=LLAMA_OUTSIDE,
-    layer={**_LAYER, **_BIAS_OF_EXPERTS},
+    layer={**LATENT_LAYER, **_BIAS_OF_EXPERTS},
     ahead={
         **{name: name for name in ("enorm", "hnorm", "eh_proj")},
         "final_layernorm": "shared_head.norm",
@@ -668,7 +558,7 @@ GLM4_MOE = replace(
             **gated("mlp.shared_experts", "mlp.shared_experts", *PROJECTIONS),
             **_BIAS_OF_EXPERTS,
         },
-        always={**_BALANCED, "moe_router_dtype": "fp32"},
+        always={**BALANCED, "moe_router_dtype": "fp32"},
         rope=rope_with(part=0.5),
     ),
     ahead=DEEPSEEK_V3.ahead,
@@ -679,15 +569,15 @@ GLM4_MOE = replace(
 MISTRAL4 = Family(
     model_type="mistral4",
     architecture="Mistral4ForCausalLM",
-    always={**_ALWAYS, **_SOFTMAX, "moe_router_dtype": None},
+    always={**LATENT, **SOFTMAX, "moe_router_dtype": None},
     fields=(
-        *(_ROPE_OF_PART if each is _ROPE else each for each in _FIELDS),
-        _NORMED_UNLESS_SAID,
+        *(_ROPE_OF_PART if each is LATENT_ROPE else each for each in LATENT_FIELDS),
+        NORMED_BY_DEFAULT,
         demand(rope_interleave=True, n_group=1, topk_group=1),
     ),
     outside=LLAMA_OUTSIDE,
     layer={
-        **_LAYER,
+        **LATENT_LAYER,
         f"{_EXPERT}linear_fc1.weight": "mlp.experts.gate_up_proj.{}",
         f"{_EXPERT}linear_fc2.weight": "mlp.experts.down_proj.{}",
     },
