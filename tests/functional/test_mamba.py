@@ -20,6 +20,11 @@ HYBRID = (
     "--is-hybrid-model --position-embedding-type none --normalization RMSNorm "
     "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
 ).split()
+AHEAD = ["--hybrid-override-pattern", "M*ME/M*E/M*E", "--mtp-loss-scaling-factor", "0.5"]
+REPEATED = [
+    *["--hybrid-override-pattern", "M*|ME/*E", "--mtp-num-layers", "2"],
+    *["--mtp-use-repeated-layer", "--mtp-loss-scaling-factor", "0.5"],
+]
 LAYOUTS = [
     (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
     (4, "--context-parallel-size 2 --use-distributed-optimizer --expert-model-parallel-size 2"),
@@ -45,19 +50,23 @@ def write(rank: int, world_size: int, load: str) -> list[int]:
 
 
 @pytest.mark.feature("Mamba: a hybrid with experts goes on in any other layout, and writes")
+@pytest.mark.feature("Mamba: multi-token prediction in hybrids, in all layouts and formats")
 @pytest.mark.parametrize(
-    "ckpt_format", selection.first(2, ["safetensors_dist", "torch_dist", "torch"])
+    ("ckpt_format", "more"),
+    selection.first(2, [("safetensors_dist", AHEAD), ("torch_dist", REPEATED), ("torch", [])]),
 )
-def test_a_hybrid_goes_on_in_another_layout(tmp_path: Path, ckpt_format: str) -> None:
+def test_a_hybrid_goes_on_in_another_layout(
+    tmp_path: Path, ckpt_format: str, more: list[str]
+) -> None:
     saves = ["--save", str(tmp_path / "saved"), "--save-interval", "3"]
     kind = ["--ckpt-format", ckpt_format]
-    alone = run_gpt(tmp_path / "alone", *HYBRID, *saves, *kind)
+    alone = run_gpt(tmp_path / "alone", *HYBRID, *more, *saves, *kind)
     assert losses(alone)[-1] < losses(alone)[0]
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
     loads = ["--load", str(tmp_path / "saved")]
     is_own = ckpt_format == "safetensors_dist"
     for number, (ranks, layout) in enumerate(LAYOUTS if is_own else LAYOUTS[:1]):
-        flags = [*HYBRID, *loads, *kind, *layout.split()]
+        flags = [*HYBRID, *more, *loads, *kind, *layout.split()]
         further = run_gpt(tmp_path / str(number), *flags, world_size=ranks)
         assert losses(further) == pytest.approx(losses(alone)[3:], rel=1e-5)
     if is_own:

@@ -67,7 +67,7 @@ class MambaStack(TransformerBlock):
         )
         super().__init__(
             config,
-            TransformerBlockSubmodules([_layer_of(submodules, p) for p in pattern], Norm),
+            TransformerBlockSubmodules([layer_spec_of(submodules, p) for p in pattern], Norm),
             pg_collection=pg_collection,
             **of_block,
         )
@@ -80,7 +80,8 @@ class MambaStack(TransformerBlock):
         return super().forward(hidden_states, attention_mask, **more)
 
 
-def _layer_of(submodules: MambaStackSubmodules, letter: str) -> Slot:
+def layer_spec_of(submodules: MambaStackSubmodules, letter: str) -> Slot:
+    """Return the spec of the layer that a letter of the pattern stands for.  Raises ConfigError."""
     layers = {
         MAMBA: submodules.mamba_layer,
         ATTENTION: submodules.attention_layer,

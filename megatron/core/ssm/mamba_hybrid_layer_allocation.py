@@ -75,9 +75,16 @@ def _spread(places: Sequence[int], gap: float) -> Iterator[int]:
 
 
 def pattern_problems(
-    num_layers: int, attention_ratio: float, mlp_ratio: float, override: str | None
+    num_layers: int,
+    attention_ratio: float,
+    mlp_ratio: float,
+    override: str | None,
+    ahead: str | None = None,
 ) -> Iterator[str]:
-    """Yield an error message, with a suggested fix, for each invalid value."""
+    """Yield an error message, with a suggested fix, for each invalid value.
+
+    ``ahead``: the letters of an MTP layer.
+    """
     ratios = {"--hybrid-attention-ratio": attention_ratio, "--hybrid-mlp-ratio": mlp_ratio}
     for flag, ratio in ratios.items():
         if not 0 <= ratio <= 1:
@@ -85,23 +92,30 @@ def pattern_problems(
     if sum(ratios.values()) > 1:
         given = " and ".join(f"{flag} {ratio}" for flag, ratio in ratios.items())
         yield f"{given} are more than all layers: lower one of them"
+    if ahead is not None:
+        yield from _unknown_letters("--mtp-hybrid-override-pattern", ahead)
     if override is None:
         return
     if "/" in override:
         yield (
-            f"--hybrid-override-pattern {override}: / begins layers of multi-token prediction, "
-            "which hybrid models do not have: end the pattern before it"
+            f"--hybrid-override-pattern {override}: each / begins the letters of an MTP layer: "
+            "write equal ones, as many as --mtp-num-layers (or once, with "
+            "--mtp-use-repeated-layer), which --mtp-hybrid-override-pattern may repeat"
         )
         return
-    strange = sorted(set(override) - KINDS.keys())
-    if strange:
-        known = ", ".join(f"{letter} ({kind})" for letter, kind in KINDS.items())
-        yield f"--hybrid-override-pattern {override}: {''.join(strange)} is none of {known}"
+    yield from _unknown_letters("--hybrid-override-pattern", override)
     if len(override) != num_layers:
         yield (
             f"--hybrid-override-pattern {override} has {len(override)} layers and --num-layers is "
             f"{num_layers}: write a letter for each layer"
         )
+
+
+def _unknown_letters(flag: str, pattern: str) -> Iterator[str]:
+    strange = sorted(set(pattern) - KINDS.keys())
+    if strange or not pattern:
+        known = ", ".join(f"{letter} ({kind})" for letter, kind in KINDS.items())
+        yield f"{flag} {pattern}: {''.join(strange) or 'nothing'} is none of {known}"
 
 
 @dataclass(frozen=True)

@@ -301,10 +301,14 @@ def has_hash_routing(config: TransformerConfig, layer_index: int) -> bool:
 def has_experts(config: TransformerConfig, layer_index: int) -> bool:
     """Return whether layer ``layer_index``, from 0 over the complete model, is an MoE layer.
 
-    Multi-token prediction layers, which follow the decoder, are like its last layer.
+    Multi-token prediction layers, which follow the decoder, are like its last layer, or have a
+    pattern.
     """
     if config.num_moe_experts is None:
         return False
+    ahead = config.mtp_hybrid_override_pattern
+    if ahead is not None and layer_index >= config.num_layers:
+        return ahead[(layer_index - config.num_layers) % len(ahead)] == "E"
     layer_index = min(layer_index, config.num_layers - 1)
     if isinstance(config.moe_layer_freq, int):
         return layer_index % config.moe_layer_freq == 0

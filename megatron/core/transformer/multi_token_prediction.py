@@ -14,6 +14,10 @@ Parameter names, for depth i from 0, are the same in every layout and in Megatro
     mtp.layers.<i>.transformer_layer.<rest>   as decoder.layers.<n>.<rest> of the last layer
     mtp.layers.<i>.final_layernorm.weight     before the output layer and the next depth
 
+A depth of a hybrid model has several layers, by --mtp-hybrid-override-pattern, in place of the
+transformer layer: ``mtp.layers.<i>.mtp_model_layer.layers.<j>.<rest>``.  With
+--mtp-use-repeated-layer only depth 0 has weights, and the other depths use them.
+
 With LayerNorm each norm has a ``.bias`` too.  The embedding and the output layer are the model's.
 
 ``s`` tokens, ``b`` sequences, ``h`` hidden size.  Collective: `tokens_ahead`, over cp.
@@ -24,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -144,6 +149,43 @@ class MultiTokenPredictionBlockSubmodules:
     layer_specs: Sequence[Slot] | None = None
 
 
+class MultiTokenPredictionStack(MegatronModule):
+    """The layers of one MTP depth of a hybrid model, which run in sequence."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Sequence[Slot],
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+        **offered: Any,
+    ) -> None:
+        super().__init__(config)
+        offered |= {"pg_collection": pg_collection}
+        self.layers = nn.ModuleList(
+            build_module(each, config=config, layer_number=layer_number, offered=offered)
+            for each in submodules
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,
+        attention_mask: AttentionMask | None,
+        inference_context: Any = None,
+        **shared: Any,
+    ) -> tuple[Tensor, None]:
+        """Return the hidden states [s, b, h] after all layers, as a transformer layer does.
+
+        Layers have one layer number, so that each needs entries of its own in a KV cache.
+        """
+        cache = inference_context
+        for i, layer in enumerate(self.layers):
+            if cache is not None and i:
+                cache = cache.at_depth(self.config.mtp_num_layers)
+            hidden, _ = layer(hidden, attention_mask, inference_context=cache, **shared)
+        return hidden, None
+
+
 class MultiTokenPredictionLayer(MegatronModule):
     """The layer of one MTP depth: norms, projection, transformer layer, final norm."""
 
@@ -178,14 +220,16 @@ class MultiTokenPredictionLayer(MegatronModule):
             bias=False,
             offered={**groups, "gather_output": False, "skip_bias_add": False, "is_expert": False},
         )
-        self.transformer_layer = build_module(
+        inner = build_module(
             submodules.transformer_layer,
             config=config,
             layer_number=config.num_layers,
             offered={**groups, "pp_layer_offset": 0},
         )
-        last = config.num_layers - 1
-        quantize_layer(self.transformer_layer, config, last, pg_collection=pg_collection)
+        is_stack = isinstance(inner, MultiTokenPredictionStack)
+        self._inner_name = "mtp_model_layer" if is_stack else "transformer_layer"
+        setattr(self, self._inner_name, inner)
+        quantize_layer(inner, config, config.num_layers - 1, pg_collection=pg_collection)
         self.final_layernorm = build_norm(submodules.layer_norm or Norm, config, hidden)
 
     def forward(
@@ -222,7 +266,7 @@ class MultiTokenPredictionLayer(MegatronModule):
                     projected = scatter_to_sequence_parallel_region(projected, self.tp_group)
             if self.config.fp32_residual_connection:
                 projected = projected.float()
-            out, _ = self.transformer_layer(projected, attention_mask, **shared)
+            out, _ = getattr(self, self._inner_name)(projected, attention_mask, **shared)
             normed: Tensor = self.final_layernorm(out)
             return normed
 
@@ -275,11 +319,15 @@ class MultiTokenPredictionBlock(MegatronModule):
                 layer_number=depth,
                 offered={"pg_collection": pg_collection, "vp_stage": vp_stage},
             )
-            for depth, each in enumerate(specs, start=1)
+            for depth, each in enumerate(specs[: config.num_mtp_modules or None], start=1)
         )
-        for depth, layer in enumerate(self.layers):
-            for losses in aux_losses_of([layer]):
-                losses.layer_index = config.num_layers + depth
+        indices = count(config.num_layers)
+        for layer in self.layers:
+            stack = getattr(layer, "mtp_model_layer", None)
+            for each in [layer] if stack is None else stack.layers:
+                index = next(indices)
+                for losses in aux_losses_of([each]):
+                    losses.layer_index = index
         self.aux_losses = AuxLosses(config.num_layers)
 
     def forward(
@@ -299,8 +347,8 @@ class MultiTokenPredictionBlock(MegatronModule):
         """
         states = [hidden_states]
         shared |= extra_block_kwargs or {}
-        for layer in self.layers:
-            state, input_ids, position_ids = layer(
+        for depth in range(self.num_depths):
+            state, input_ids, position_ids = self.layer(depth)(
                 input_ids,
                 position_ids,
                 states[-1],
@@ -310,6 +358,10 @@ class MultiTokenPredictionBlock(MegatronModule):
             )
             states.append(state)
         return torch.cat(states)
+
+    def layer(self, depth: int) -> nn.Module:
+        """Return the layer of ``depth``, from 0; the last layer repeats."""
+        return self.layers[min(depth, len(self.layers) - 1)]
 
     def attach(self, hidden: Tensor, depth: int, losses: Tensor, ahead: ShiftedTargets) -> Tensor:
         """Return ``hidden`` with the token ``losses`` [b, s/cp] of ``depth`` (from 0) attached.

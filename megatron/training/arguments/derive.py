@@ -8,7 +8,8 @@ value that the user gave.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +66,8 @@ def parallel_degrees(ns: Namespace) -> Iterator[str]:
     ns.mtp_num_layers = ns.mtp_num_layers or None
     for name in HEAD_SIZES:
         setattr(ns, name, getattr(ns, name) or None)
+    if ns.freeze_base_for_mtp:
+        ns.export_num_mtp = ns.export_num_mtp or ns.mtp_num_layers
     is_mtp = ns.export_eagle_algorithm == MTP
     if num_trained := ns.export_num_mtp or (is_mtp and ns.export_num_eagle_layers):
         ns.mtp_num_layers = num_trained
@@ -97,22 +100,41 @@ def precision(ns: Namespace) -> Iterator[str]:
         yield "--grad-reduce-in-bf16 overrules --accumulate-allreduce-grads-in-fp32"
 
 
+def rewritten(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the flags (dests) that runs save as derived, because other flags have set them."""
+    if {*"|/"} & {*(given["hybrid_override_pattern"] or "")}:
+        yield from ("hybrid_override_pattern", "pipeline_model_parallel_layout")
+        yield from ("mtp_num_layers", "mtp_hybrid_override_pattern")
+    if given["freeze_base_for_mtp"]:
+        yield "export_num_mtp"
+
+
 def depth(ns: Namespace) -> None:
     """Resolve --num-layers, its alias --encoder-num-layers, and --decoder-num-layers.
 
     Without either of the first two, a hybrid model has as many layers as
-    --hybrid-override-pattern has letters.  A | in it ends a pipeline stage, unless the run has one
-    stage or --pipeline-model-parallel-layout.  --decoder-num-layers of an encoder-decoder model
-    defaults to --num-layers.
+    --hybrid-override-pattern has letters.  A / in it begins the layers of an MTP depth: those of
+    all depths are equal, or given once with --mtp-use-repeated-layer.  A | ends a pipeline stage,
+    unless the run has one stage or --pipeline-model-parallel-layout.  --decoder-num-layers of an
+    encoder-decoder model defaults to --num-layers.
     """
     if ns.num_layers is None:
         ns.num_layers = ns.encoder_num_layers
     kind = model_kind(ns.model_kind)
     pattern = ns.hybrid_override_pattern if kind.is_hybrid else None
+    if not kind.is_hybrid:
+        ns.mtp_hybrid_override_pattern = None
+    main, *ahead = (pattern or "").split("/")
+    depths = ns.mtp_num_layers or len(ahead)
+    is_one = len({*ahead, ns.mtp_hybrid_override_pattern or "".join(ahead[:1])}) == 1
+    if any(ahead) and is_one and len(ahead) in (depths, 1 if ns.mtp_use_repeated_layer else depths):
+        ns.mtp_num_layers = depths
+        ns.mtp_hybrid_override_pattern = ahead[0]
+        pattern = ns.hybrid_override_pattern = main  # else a rule refuses it
     if pattern is not None and "|" in pattern:
         if ns.pipeline_model_parallel_size > 1 and ns.pipeline_model_parallel_layout is None:
             stages = "|".join("t" * len(stage) for stage in pattern.split("|"))
-            ns.pipeline_model_parallel_layout = f"E{stages}L"
+            ns.pipeline_model_parallel_layout = f"E{stages}{'m' * (ns.mtp_num_layers or 0)}L"
         pattern = ns.hybrid_override_pattern = pattern.replace("|", "")
     if ns.num_layers is None and pattern is not None:
         ns.num_layers = len(pattern)

@@ -14,7 +14,7 @@ from megatron.core.config import flag_messages
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, flag_of, options_of
 from megatron.core.config.rule import problems_of
-from megatron.training.arguments.derive import DERIVATIONS
+from megatron.training.arguments.derive import DERIVATIONS, rewritten
 from megatron.training.arguments.options import namespace_default, read_config
 from megatron.training.arguments.parser import GIVEN, OF_PROGRAM, PARSE_WARNINGS
 from megatron.training.arguments.rules import (
@@ -111,9 +111,7 @@ def resolve(
     ns.trains = trains
     for derive in DERIVATIONS:
         warnings.extend(derive(ns) or ())
-    if "|" in (given["hybrid_override_pattern"] or ""):  # which `depth` has divided into stages
-        for dest in ("hybrid_override_pattern", "pipeline_model_parallel_layout"):
-            given[dest] = vars(ns)[dest]
+    given |= {dest: vars(ns)[dest] for dest in rewritten(given)}
     known = flags_and_defaults().keys() | _LAUNCH
     if extra is None:
         extra = {dest: value for dest, value in given.items() if dest not in known} | own

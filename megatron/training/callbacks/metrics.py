@@ -321,7 +321,7 @@ class ExpertLoad:
 
     def __init__(self, run: TrainingRun) -> None:
         model = run.config.model
-        num_layers = model.num_layers + (model.mtp_num_layers or 0)
+        num_layers = model.num_layers + model.num_layers_ahead
         self._layers = [i for i in range(num_layers) if has_experts(model, i)]
         assert model.num_moe_experts is not None, "the model has experts"
         self._counts = torch.zeros(num_layers, model.num_moe_experts, device=device.current())

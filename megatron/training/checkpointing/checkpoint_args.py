@@ -112,7 +112,8 @@ FORCED = (
     add_bias_linear attention_dropout hidden_dropout residual_scale embedding_scale output_scale
     use_mup mup_base_hidden_size mup_base_head_dim mup_attn_scale_power mup_embedding_mult
     mup_output_mult final_logit_softcapping untie_embeddings_and_output_weights bert_binary_head
-    mtp_num_layers is_hybrid_model retro_chunk_length retro_encoder_layers spec
+    mtp_num_layers mtp_use_repeated_layer mtp_hybrid_override_pattern is_hybrid_model
+    retro_chunk_length retro_encoder_layers spec
     pad_vocab_in_loss tokenizer_type tiktoken_pattern vocab_extra_ids
     """.split(),
     *EXPERTS,
@@ -170,6 +171,7 @@ SHOWN_BY_TENSORS = frozenset(
     qk_layernorm untie_embeddings_and_output_weights bert_binary_head mtp_num_layers num_experts
     moe_ffn_hidden_size moe_latent_size moe_layer_freq moe_shared_expert_intermediate_size
     moe_shared_expert_gate moe_router_enable_expert_bias q_lora_rank kv_lora_rank
+    mtp_use_repeated_layer mtp_hybrid_override_pattern
     hybrid_override_pattern retro_encoder_layers export_quant_cfg kitchen_config_file
     export_kv_cache_quant
     attention_output_gate experimental_attention_variant linear_attention_freq

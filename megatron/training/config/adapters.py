@@ -113,6 +113,9 @@ class AdaptersConfig:
         "model has start with its weights.",
         at_least=0,
     )
+    freeze_base_for_mtp: bool = _heads(
+        False, "Freeze the model and train its --mtp-num-layers alone, like --export-num-mtp."
+    )
     export_freeze_mtp: tuple[int, ...] = _heads(
         (), "Layers for multi-token prediction, from 0, that are not trained either.", nargs="*"
     )

@@ -16,6 +16,10 @@ from megatron.core.config.option import option
 from megatron.core.config.parse import parse_table, strict_bool
 
 _REFUSED = {
+    "network size": """
+mtp_hsm | A variant of multi-token prediction in later releases of Megatron-LM. | no public
+    description defines this variant; leave --mtp-hsm out
+""",
     "vision": """
 online_evaluation_config str | File of tasks that Megatron-LM evaluates during training. | tasks are
     not evaluated during training; use --eval-generate, or tools/run_vlm_text_generation.py with a
@@ -244,6 +248,8 @@ logits_load_msc_prefetch_depth int 2 | Files of a store that are fetched ahead f
     | samples of a store are read by the --num-workers of the data loader
 """,
     "network size": """
+mtp_standalone | Give MTP layers a pipeline stage of their own. | MTP layers are computed with the
+    loss, on the last stage; --pipeline-model-parallel-layout can leave decoder layers out of it
 add_position_embedding bool True --no-position-embedding | Do not add learned positions; deprecated,
     use --position-embedding-type. | --position-embedding-type sets the position embedding
 """,

@@ -47,10 +47,11 @@ def costs(config: RunConfig, padded_vocab_size: int) -> tuple[list[float], float
     model = config.model
     again = 4 / 3 if model.recompute_granularity == "full" else 1.0
     every = [again * flops for flops in layer_flops(config)]
-    num_layers = len(every) - (model.mtp_num_layers or 0)
+    num_layers = len(every) - model.num_layers_ahead
     layers, ahead = every[:num_layers], every[num_layers:]
     scale = gemms_per_weight(config) * MULTIPLY_ADD * model.hidden_size
-    loss = scale * (padded_vocab_size + len(ahead) * (padded_vocab_size + 2 * model.hidden_size))
+    heads = (model.mtp_num_layers or 0) * (padded_vocab_size + 2 * model.hidden_size)
+    loss = scale * (padded_vocab_size + heads)
     embedding = _EMBEDDING_BYTES_PER_CHANNEL * _FLOPS_PER_BYTE * model.hidden_size
     images = model.context_parallel_size * image_flops(config).total / config.data.seq_length
     vision = config.vision

@@ -43,8 +43,15 @@ def layer_parameters(config: RunConfig) -> int:
     """Return the parameters of all layers on one tensor-parallel rank, MTP layers included."""
     m = config.model
     joining = 2 * m.hidden_size**2 + 3 * m.hidden_size * _parameters_per_channel(m)
-    layers = sum(_layer_parameters(m, layer) for layer in layers_of(config))
-    return (m.mtp_num_layers or 0) * joining + layers
+    layers = sum(_layer_parameters(m, layer) for layer in _layers_with_weights(config))
+    return m.num_mtp_modules * joining + layers
+
+
+def _layers_with_weights(config: RunConfig) -> list[Layer]:
+    """Return all layers but those that repeat the weights of the first MTP depth."""
+    m, layers = config.model, layers_of(config)
+    repeated = m.num_layers_ahead // max(m.mtp_num_layers or 0, 1) * m.num_mtp_modules
+    return layers[: len(layers) - m.num_layers_ahead + repeated]
 
 
 def head_parameters(config: RunConfig, padded_vocab_size: int) -> int:
@@ -193,13 +200,14 @@ def adapter_parameters(run: RunConfig, padded_vocab_size: int) -> int:
     if config is None:
         return 0
     m = run.model
-    of_layers = sum(_count(linear_layers(m, layer), config, m) for layer in layers_of(run))
+    layers = _layers_with_weights(run)
+    of_layers = sum(_count(linear_layers(m, layer), config, m) for layer in layers)
     ahead = ("mtp.eh_proj", {WHOLE: m.hidden_size}, 2 * m.hidden_size)
     outside = (
         (name, {WHOLE: padded_vocab_size}, m.hidden_size)
         for name in ("embedding.word_embeddings", "output_layer")
     )
-    of_ahead = (m.mtp_num_layers or 0) * _count([ahead], config, m)
+    of_ahead = m.num_mtp_modules * _count([ahead], config, m)
     return of_layers + of_ahead + _count(outside, config, m)
 
 

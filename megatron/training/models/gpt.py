@@ -184,9 +184,11 @@ def build_mamba_model(
 ) -> MambaModel:
     """Build one pipeline stage of the model on the current device."""
     lm = config.language_model
+    spec = mamba_spec(config)
     return MambaModel(
         config=config.model,
-        mamba_stack_spec=mamba_spec(config),
+        mamba_stack_spec=spec,
+        mtp_block_spec=mamba_layer_specs.get_mamba_mtp_block_spec(config.model, spec),
         hybrid_attention_ratio=lm.hybrid_attention_ratio,
         hybrid_mlp_ratio=lm.hybrid_mlp_ratio,
         hybrid_override_pattern=lm.hybrid_override_pattern,

@@ -78,10 +78,11 @@ def stack_of_layers(config: RunConfig) -> list[Layer]:
 
 
 def hybrid_layers(config: RunConfig) -> list[Layer]:
-    """Return the layers of a hybrid model, which the --hybrid-* flags select."""
+    """Return the layers that the --hybrid-* flags select, then those of multi-token prediction."""
     lm = config.language_model
+    model = config.model
     pattern = layer_pattern(
-        config.model.num_layers,
+        model.num_layers,
         lm.hybrid_attention_ratio,
         lm.hybrid_mlp_ratio,
         lm.hybrid_override_pattern,
@@ -89,9 +90,10 @@ def hybrid_layers(config: RunConfig) -> list[Layer]:
     of_letter = {
         letters.MAMBA: Layer(has_mixer=True),
         letters.ATTENTION: Layer(attention=FULL),
-        letters.MLP: Layer(mlp=FULL, ffn_hidden_size=config.model.ffn_hidden_size or 0),
+        letters.MLP: Layer(mlp=FULL, ffn_hidden_size=model.ffn_hidden_size or 0),
         letters.EXPERTS: Layer(mlp=FULL, has_experts=True),
     }
+    pattern += (model.mtp_hybrid_override_pattern or "") * (model.mtp_num_layers or 0)
     return [of_letter[letter] for letter in pattern]
 
 

@@ -143,7 +143,7 @@ def _losses_of_layers(
     Collective over all ranks.
     """
     model = run.config.model
-    num_layers = model.num_layers + (model.mtp_num_layers or 0)
+    num_layers = model.num_layers + model.num_layers_ahead
     layers_with: dict[str, list[int]] = {}
     if model.num_moe_experts is not None:
         names = [loss_name(kind) for kind, _ in balance_terms(model)]

@@ -13,7 +13,7 @@ from megatron.core.transformer.layer_layout import layer_ranges
 from megatron.inference.engine_flags import engine_options
 from megatron.training.arguments.parser import build_parser, parse_args
 from tests.repo.source import ROOT
-from tests.support.command_lines import argv, problems_of, run_of
+from tests.support.command_lines import argv, run_of
 
 HYBRID = "--model-kind mamba --mamba-num-groups 2 --hybrid-layer-pattern "
 
@@ -64,9 +64,29 @@ def test_a_bar_in_a_hybrid_pattern_ends_a_pipeline_stage() -> None:
     assert alone.model.pipeline_model_parallel_layout is None
 
 
-def test_a_hybrid_pattern_with_layers_of_multi_token_prediction_is_refused() -> None:
-    (problem,) = problems_of(f"{HYBRID}M-*M/M*")
-    assert problem.startswith("--hybrid-override-pattern M-*M/M*: / begins layers of multi-token")
+@pytest.mark.parametrize(
+    ("more", "depths"),
+    [
+        ("M-|*M/M*/M*", 2),
+        ("M-|*M/M* --mtp-num-layers 3 --mtp-use-repeated-layer", 3),
+        ("M-|*M --mtp-num-layers 2 --mtp-hybrid-override-pattern M*", 2),
+    ],
+)
+def test_a_slash_in_a_hybrid_pattern_begins_an_mtp_layer(more: str, depths: int) -> None:
+    words = f"{HYBRID}{more} --pipeline-model-parallel-size 2 --position-embedding-type none"
+    run = run_of(words, 2, without=("--num-layers",))
+    assert (run.model.num_layers, run.model.mtp_num_layers) == (4, depths)
+    assert run.model.pipeline_model_parallel_layout == f"Ett|tt{'m' * depths}L"
+    assert run.model.num_layers_ahead == 2 * depths
+    for dest, value in (("", "M-*M"), ("mtp_", "M*")):
+        assert run.asked[f"{dest}hybrid_override_pattern"] == value
+
+
+def test_base_weights_are_frozen_for_the_mtp_layers() -> None:
+    words = "--position-embedding-type rope --load x --mtp-num-layers 2"
+    run = run_of(f"{words} --freeze-base-for-mtp")
+    assert run.adapters.export_num_mtp == run.asked["export_num_mtp"] == 2
+    assert run.warnings == run_of(f"{words} --export-num-mtp 2").warnings
 
 
 def test_instances_of_a_sharded_model_share_optimizer_state_by_the_later_name() -> None:

@@ -52,6 +52,7 @@ SHAPES = {"block_configs": [FULL, LINEAR, ABSENT, FULL]}
         "--num-experts 4 --moe-latent-size 12 --moe-shared-expert-intermediate-size 8",
         "--mtp-num-layers 2 --position-embedding-type rope --num-experts 4 --disable-bias-linear "
         "--moe-layer-freq [1,0,0,1]",
+        "--mtp-num-layers 3 --mtp-use-repeated-layer --position-embedding-type rope",
         "--swiglu --normalization RMSNorm --disable-bias-linear "
         f"--heterogeneous-layers-config-encoded-json {json.dumps(SHAPES, separators=(',', ':'))}",
     ],
@@ -74,6 +75,8 @@ OTHERS = [
     "dim 8 --normalization RMSNorm --untie-embeddings-and-output-weights --disable-bias-linear",
     "--model-kind mamba --num-experts 4 --hybrid-override-pattern ME*E --mamba-num-groups 2 "
     "--swiglu",
+    "--model-kind mamba --num-experts 4 --hybrid-override-pattern ME*E/M*E/M*E --mamba-num-groups "
+    "2 --position-embedding-type none",
     "--model-kind bert",
     "--model-kind bert --bert-no-binary-head --untie-embeddings-and-output-weights",
     "--model-kind t5 --decoder-num-layers 2 --decoder-seq-length 8",
@@ -146,7 +149,7 @@ def test_tensor_parallel_ranks_share_the_matrices() -> None:
         "--multi-latent-attention --q-lora-rank 8 --position-embedding-type rope --lora-use-dora",
         "--multi-latent-attention --q-lora-rank 8 --position-embedding-type rope "
         "--experimental-attention-variant dsa",
-        "--mtp-num-layers 1 --position-embedding-type rope",
+        "--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope",
         "--model-kind mamba --hybrid-override-pattern M*-M --mamba-num-groups 1",
         "--experimental-attention-variant gdn --linear-attention-freq 2 --attention-output-gate",
     ],

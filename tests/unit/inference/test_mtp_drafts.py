@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     mtp_block_of,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.mamba import MambaModel
+from megatron.core.models.mamba.mamba_layer_specs import (
+    get_mamba_mtp_block_spec,
+    get_mamba_stack_spec,
+)
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from tests.support import selection
 from tests.support.one_process import one_process_groups, tiny_config
@@ -36,11 +42,14 @@ MLA = {
     "cache_mla_latents": True,
 }  # fmt: skip
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
+HYBRID = {"mtp_hybrid_override_pattern": "*-*", "mtp_use_repeated_layer": True}
 Sizes = dict[str, int]
 Tokens = dict[str, list[int]]
 
 
-def gpt(world: int, sizes: Sizes, *, position: str = "rope", **changes: Any) -> GPTModel:
+def gpt(
+    world: int, sizes: Sizes, *, position: str = "rope", hybrid: str = "*-*-", **changes: Any
+) -> GPTModel:
     torch.manual_seed(7)
     groups = one_process_groups()
     if world > 1:
@@ -57,9 +66,15 @@ def gpt(world: int, sizes: Sizes, *, position: str = "rope", **changes: Any) -> 
         "expert_model_parallel_size": sizes.get("ep", 1),
     }
     config = tiny_config(**values | changes)
+    kind: Any = GPTModel
     spec = get_gpt_layer_local_spec(config.num_moe_experts, config=config)
+    ahead = mtp_block_of(LOCAL, config, spec)
+    if config.mtp_hybrid_override_pattern is not None:
+        kind = partial(MambaModel, hybrid_override_pattern=hybrid)
+        spec = get_mamba_stack_spec(config)
+        ahead = get_mamba_mtp_block_spec(config, spec)
     pp = groups.pp
-    return GPTModel(
+    return kind(
         config,
         spec,
         VOCABULARY,
@@ -67,7 +82,7 @@ def gpt(world: int, sizes: Sizes, *, position: str = "rope", **changes: Any) -> 
         pre_process=pp.rank() == 0,
         post_process=pp.rank() == pp.size() - 1,
         position_embedding_type=position,
-        mtp_block_spec=mtp_block_of(LOCAL, config, spec),
+        mtp_block_spec=ahead,
         pg_collection=groups,
     )
 
@@ -131,7 +146,11 @@ def generated(
     return tokens, stats.num_accepted_drafts
 
 
-@pytest.mark.parametrize("changes", [{}, MLA, {"mtp_num_layers": 2}], ids=["gqa", "mla", "depths"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, MLA, {"mtp_num_layers": 2}, {**HYBRID, "mtp_num_layers": 2}],
+    ids=["gqa", "mla", "depths", "hybrid"],
+)
 @pytest.mark.parametrize("num_drafts", selection.only([3], [1, 3]))
 def test_drafts_change_no_token(changes: dict[str, Any], num_drafts: int) -> None:
     wanted, _ = generated(0, 1, {}, changes, 0, {})
@@ -198,7 +217,11 @@ def drafted_in_training(model: GPTModel, tokens: list[int]) -> int:
         {"buffer_bytes": 9 * PAGE, "max_requests": 4},  # requests are pre-empted
     ],
 )
-@pytest.mark.parametrize("changes", [{}, MLA, {"position": "alibi"}], ids=["gqa", "mla", "alibi"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, MLA, {"position": "alibi"}, HYBRID],
+    ids=["gqa", "mla", "alibi", "hybrid"],
+)
 def test_drafts_are_those_of_a_forward_pass_over_the_text(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], changes: dict[str, Any]
 ) -> None:
@@ -286,3 +309,11 @@ def test_a_model_without_mtp_layers_cannot_draft_with_them() -> None:
         engine(model, 1)
     with pytest.raises(ConfigError, match="mtp has no effect with --inference-num-draft-tokens 0"):
         engine(gpt(1, {}), 0, draft_model="mtp")
+
+
+def test_layers_with_a_state_draft_no_tokens() -> None:
+    sizes = {"mamba_head_dim": 8, "mamba_state_dim": 4, "mamba_num_groups": 2}
+    for pattern, ahead in (("*-*-", "M"), ("M-*-", "*")):
+        model = gpt(1, {}, hybrid=pattern, mtp_hybrid_override_pattern=ahead, **sizes)
+        with pytest.raises(ConfigError, match="states cannot be taken back after a rejected draft"):
+            engine(model, 1)

@@ -113,7 +113,7 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
     "more",
     [
         "",
-        "--mtp-num-layers 2 --position-embedding-type rope",
+        "--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope",
         "--num-experts 4 --moe-latent-size 12 --moe-shared-expert-intermediate-size 8",
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.mamba import MambaModel
+from megatron.core.models.mamba.mamba_layer_specs import (
+    get_mamba_mtp_block_spec,
+    get_mamba_stack_spec,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.params.param_info import info_of
 from megatron.core.transformer.moe.router import TopKRouter
@@ -34,16 +40,22 @@ def build(position: str = "rope", untied: bool = False, **changes: Any) -> GPTMo
         normalization="RMSNorm",
         **{"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": FACTOR, **changes},
     )
-    spec = get_gpt_layer_local_spec(config.num_moe_experts, config=config)
+    is_hybrid = config.mtp_hybrid_override_pattern is not None
+    if is_hybrid:
+        spec = get_mamba_stack_spec(config)
+        ahead = get_mamba_mtp_block_spec(config, spec)
+    else:
+        spec = get_gpt_layer_local_spec(config.num_moe_experts, config=config)
+        ahead = get_gpt_mtp_block_spec(config, spec)
     torch.manual_seed(3)
-    model = GPTModel(
+    model = (partial(MambaModel, hybrid_override_pattern="M*") if is_hybrid else GPTModel)(
         config,
         spec,
         VOCABULARY,
         LENGTH,
         share_embeddings_and_output_weights=not untied,
         position_embedding_type=position,
-        mtp_block_spec=get_gpt_mtp_block_spec(config, spec),
+        mtp_block_spec=ahead,
         pg_collection=one_process_groups(),
     )
     for param in model.parameters():  # norms of which each channel counts
@@ -77,9 +89,12 @@ def plain_losses(model: GPTModel, tokens: Tensor, labels: Tensor, mask: Tensor, 
     hidden, shared = hidden_states(model, tokens, packed)
     words = model.embedding.word_embeddings.weight
     output = model.output_layer.weight if model.output_layer.weight is not None else words
+    if model.config.mtp_detach_heads:
+        hidden, words, output = hidden.detach(), words.detach(), output.detach()
     ends = [LENGTH] * LENGTH if packed is None else [3] * 3 + [LENGTH] * 4
     results = []
-    for k, depth in enumerate(model.mtp.layers, start=1):
+    layers = [*model.mtp.layers]
+    for k, depth in enumerate(layers if len(layers) == DEPTHS else layers * DEPTHS, start=1):
         joined = torch.zeros_like(hidden)
         for b in range(len(tokens)):
             for p in range(LENGTH):
@@ -87,7 +102,10 @@ def plain_losses(model: GPTModel, tokens: Tensor, labels: Tensor, mask: Tensor, 
                 word = words[tokens[b, p + k] if there else 0]
                 both = torch.cat([rms(word, depth.enorm), rms(hidden[p, b], depth.hnorm)])
                 joined[p, b] = depth.eh_proj.weight @ both
-        out, _ = depth.transformer_layer(joined, None, **shared)
+        out = joined
+        is_hybrid = hasattr(depth, "mtp_model_layer")
+        for inner in depth.mtp_model_layer.layers if is_hybrid else [depth.transformer_layer]:
+            out, _ = inner(out, None, **shared)
         rows = [[rms(out[p, b], depth.final_layernorm) for b in range(len(tokens))]
                 for p in range(LENGTH)]  # fmt: skip
         hidden = torch.stack([torch.stack(row) for row in rows])
@@ -102,6 +120,7 @@ def plain_losses(model: GPTModel, tokens: Tensor, labels: Tensor, mask: Tensor, 
     return results
 
 
+_MAMBA = {"mamba_head_dim": 4, "mamba_state_dim": 3, "mamba_num_groups": 2}
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "tied": ({}, False),
     "untied": ({"untied": True}, False),
@@ -115,10 +134,24 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
         False,
     ),
     "packed": ({}, True),
+    "repeated": ({"mtp_use_repeated_layer": True}, False),
+    "detached, tied": ({"mtp_detach_heads": True}, False),
+    "detached, untied": ({"mtp_detach_heads": True, "untied": True}, False),
+    "hybrid": (
+        {**_MAMBA, "mtp_hybrid_override_pattern": "*M-", "calculate_per_token_loss": True},
+        False,
+    ),
+    "hybrid, packed": (
+        {**_MAMBA, "mtp_hybrid_override_pattern": "M*", "mtp_use_repeated_layer": True},
+        True,
+    ),
 }
 
 
 @pytest.mark.feature("Model: multi-token prediction (--mtp-num-layers), from DeepSeek-V3")
+@pytest.mark.feature(
+    "Model: multi-token prediction with one repeated layer, with detached heads, and in hybrids"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_those_of_the_plain_form(case: str) -> None:
     changes, is_packed = CASES[case]

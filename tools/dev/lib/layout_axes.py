@@ -182,6 +182,15 @@ _FEATURES = (
     _model("window", "every-other-window", "--window-size 5,0 --window-attn-skip-freq 2"),
     _model("ahead", "tokens-ahead",
            "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5", "rope"),
+    _model("ahead", "repeated-ahead",
+           "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --mtp-use-repeated-layer "
+           "--mtp-detach-heads", "rope"),
+    _model("ahead", "hybrid-ahead",
+           "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --mtp-hybrid-override-pattern M*-",
+           "hybrid", "rope"),
+    _model("ahead", "experts-ahead",
+           "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --mtp-use-repeated-layer "
+           "--mtp-hybrid-override-pattern *E", "hybrid-experts", "rope"),
     _model("norm", "rms-norm", "--normalization RMSNorm"),
     _model("mlp", "swiglu", "--swiglu --ffn-hidden-size 64"),
     _model("mlp", "clamped-geglu",
@@ -420,7 +429,7 @@ class Case:
             layers -= 2
         middle = f"{'t' * self.sizes.depth}|" * (ranks * chunks - 2)
         has_string = "layout-string" in self.features
-        ahead = "mm" if "tokens-ahead" in self.features else ""
+        ahead = "mm" if any(FEATURES[name].group == "ahead" for name in self.features) else ""
         return {
             **vars(self.sizes),
             "batch": self.batch,

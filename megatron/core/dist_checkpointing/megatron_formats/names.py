@@ -80,6 +80,7 @@ _NARROW = re.compile(r"\.linear_(q|kv)_down_proj\.(?!lora\.)")
 _EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(.*)$")
 _BUFFER = re.compile(r"\.(expert_bias|tid2eid|quantizer\.\w+)$")
 _LAYER = re.compile(r"^(?!mtp\.)(.*\blayers)\.(\d+)\.(.*)$")
+_LAYER_AHEAD = re.compile(r"^(mtp\..*\.mtp_model_layer\.layers)\.(\d+)\.(.*)$")
 _STACK = re.compile(r"^(.*\blayers)\.(?!\d)(.*)$")
 _STATE = re.compile(r"^(?:chained_\d+\.)?(optimizer\.state\.\w+?\.)?(.*)$")
 OUTPUT = "output_layer.weight"
@@ -109,9 +110,11 @@ def fused_name(name: str, arguments: Arguments) -> str:
 
     A norm before several matrices, or before a router, is not fused and keeps its name.
     """
-    layer = split_layer(name)
-    last = int(arguments.get("num_layers") or 1) - 1
-    number = layer[1] if layer else last  # MTP: as the last layer
+    layer = split_layer(name) or _split_number(_LAYER_AHEAD, name)
+    num_layers = int(arguments.get("num_layers") or 1)
+    number = layer[1] if layer else num_layers - 1  # MTP: as the last layer
+    if name.startswith("mtp.") and layer:
+        number += num_layers
     return with_fused_norms(
         name,
         is_latent=bool(arguments.get("multi_latent_attention")),
@@ -121,9 +124,14 @@ def fused_name(name: str, arguments: Arguments) -> str:
 
 
 def stored_layer_has_experts(layer: int, arguments: Arguments) -> bool:
-    """Return whether layer ``layer`` (from 0) of a stored model has experts."""
+    """Return whether layer ``layer`` (from 0) of a stored model has experts.
+
+    The layers of each MTP depth of a hybrid follow its others.
+    """
     if is_hybrid(arguments):
-        return str(arguments.get("hybrid_override_pattern") or "")[layer : layer + 1] == "E"
+        pattern = str(arguments.get("hybrid_override_pattern") or "")
+        pattern += str(arguments.get("mtp_hybrid_override_pattern") or "")
+        return pattern[layer : layer + 1] == "E"
     freq = arguments.get("moe_layer_freq") or 1
     if not arguments.get("num_experts"):
         return False
@@ -298,9 +306,13 @@ def ordered_names(
         # MTP layers need one stage: with more, Megatron-LM also stores a copy of the embedding.
         for depth in range(int(arguments.get("mtp_num_layers") or 0) if is_first else 0):
             place = f"mtp.layers.{depth}."
-            parts = [*_in_layer(int(arguments["num_layers"]) - 1, arguments, experts)]
+            num_layers = int(arguments["num_layers"])
+            parts = [*_in_layer(num_layers - 1, arguments, experts)]
             yield from named(["enorm", "hnorm", "eh_proj"], place)
             yield from named(parts, f"{place}transformer_layer.")
+            for i in range(len(arguments.get("mtp_hybrid_override_pattern") or "")):
+                parts = [*_in_layer(num_layers + i, arguments, experts)]
+                yield from named(parts, f"{place}mtp_model_layer.layers.{i}.")
             yield from named(["final_layernorm"], place)
         yield from named(["lm_head.dense", "lm_head.layer_norm", OUTPUT])
         if not is_first and OUTPUT not in stored:

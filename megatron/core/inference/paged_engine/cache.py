@@ -286,12 +286,12 @@ class BatchView:
         self._batch = PagedBatch(*(x.int() for x in self._indices))
 
     def at_depth(self, depth: int) -> BatchView:
-        """Return these rows for the MTP layer of ``depth``, from 1, which has entries of its own.
+        """Return these rows for a layer with entries of its own, ``depth`` behind those of now.
 
-        MTP layers have the layer index of the last layer.
+        MTP layers have the layer index of the last layer; the first depth is 1.
         """
         view = copy(self)
-        view._depth = depth
+        view._depth += depth
         return view
 
     def positions(self, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -126,6 +126,11 @@ class Engine:
         num_pages = min(num_pages, slots * in_sequence)
         self._runner = self._new_runner(num_pages, slots)
         has_recurrent_layers = self._allocate(probe.cache)
+        if num_draft_layers and has_recurrent_layers:
+            raise ConfigError(
+                f"--inference-draft-model {options.draft_model}: the model has recurrent layers, "
+                "whose states cannot be taken back after a rejected draft; leave the flag out"
+            )
         self._idle = self._idle_plan(self._runner)
         self.limits = EngineLimits(
             page_size=self._page_size,

@@ -280,7 +280,7 @@ class GPTModel(LanguageModule):
             return found
         assert self.mtp is not None, "the model has no MTP layers"
         row = len(tokens), None, cache
-        out, *_ = self.mtp.layers[depth](
+        out, *_ = self.mtp.layer(depth)(
             None,
             None,
             hidden,
@@ -315,13 +315,20 @@ class GPTModel(LanguageModule):
         shared |= {"attention_bias": self.attention_bias(num_tokens, packed, None)}
         lengths = row_lengths(packed and packed.lengths, num_tokens * cp.size())
         depths = tokens_ahead((tokens, labels, mask), self.mtp.num_depths, lengths, cp)
-        state = hidden
+        is_detached = self.config.mtp_detach_heads
+        state = hidden.detach() if is_detached else hidden
         for depth, ahead in enumerate(depths):
             embedded = self.embedding(ahead.tokens, None)
-            state, *_ = self.mtp.layers[depth](
-                None, None, state, attention_mask, embedded=embedded, **shared
+            state, *_ = self.mtp.layer(depth)(
+                None,
+                None,
+                state,
+                attention_mask,
+                embedded=embedded.detach() if is_detached else embedded,
+                **shared,
             )
-            hidden = self.mtp.attach(hidden, depth, self.token_losses(state, ahead.labels), ahead)
+            losses = self.token_losses(state, ahead.labels, is_frozen=is_detached)
+            hidden = self.mtp.attach(hidden, depth, losses, ahead)
         return hidden
 
 
@@ -352,10 +359,12 @@ class RewardModel(GPTModel):
         """Raise ConfigError: there are no logits."""
         raise ConfigError("a reward model scores tokens and generates none: pass labels")
 
-    def token_losses(self, hidden: Tensor, labels: Tensor, layer: object = None) -> Tensor:
+    def token_losses(
+        self, hidden: Tensor, labels: Tensor, layer: object = None, is_frozen: bool = False
+    ) -> Tensor:
         """Map hidden states [s, b, h], or [s/tp, b, h], to the score of each token [b, s], float32.
 
-        Labels and ``layer`` are not read.  With sequence parallelism collective over the
+        Other arguments are not read.  With sequence parallelism collective over the
         tensor-parallel group.
         """
         scores: Tensor = self.output_layer(hidden)[0]

@@ -8,15 +8,20 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import (
     LOCAL,
     column_with_norm,
+    get_mtp_layer_spec_for_backend,
     layer_of,
     transformer_engine_parts,
     without_attention,
     without_mlp,
 )
-from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules, layer_spec_of
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionStack,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -44,6 +49,22 @@ def get_mamba_stack_spec(config: TransformerConfig | None = None) -> ModuleSpec:
         moe_layer=replace(sparse, submodules=without_attention(sparse.submodules)),
     )
     return ModuleSpec(module=MambaStack, submodules=layers)
+
+
+def get_mamba_mtp_block_spec(
+    config: TransformerConfig, stack: ModuleSpec
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Return the spec of multi-token prediction, with layers of ``stack``; None without it.
+
+    Each depth has the layers of --mtp-hybrid-override-pattern.
+    """
+    pattern = config.mtp_hybrid_override_pattern
+    if not config.mtp_num_layers or pattern is None:
+        return None
+    specs = [layer_spec_of(stack.submodules, letter) for letter in pattern]
+    layers = ModuleSpec(MultiTokenPredictionStack, submodules=specs)
+    one = get_mtp_layer_spec_for_backend(layers, LOCAL, LOCAL.linear())
+    return MultiTokenPredictionBlockSubmodules([one] * config.mtp_num_layers)
 
 
 mamba_stack_spec = get_mamba_stack_spec()  # as scripts and --spec name it

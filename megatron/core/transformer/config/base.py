@@ -146,6 +146,19 @@ class BaseConfig:
         at_most=MAX_LAYERS,
     )
     mtp_loss_scaling_factor: float = _network(None, "Weight of the mean MTP loss.", default=0.1)
+    mtp_use_repeated_layer: bool = _network(
+        False, "Use the weights of one MTP layer for all --mtp-num-layers."
+    )
+    mtp_detach_heads: bool = _network(
+        False,
+        "Train only the MTP layers with their losses: no gradient enters the decoder, the "
+        "embedding and the output layer.",
+    )
+    mtp_hybrid_override_pattern: str | None = _network(
+        None,
+        "Letters of the layers of each MTP layer of a hybrid model, as in "
+        "--hybrid-override-pattern; a pattern MAIN/MTP sets it too.",
+    )
     hidden_dropout: float = option(
         0.1, "Dropout probability of the output of attention and MLP.", group="regularization"
     )
@@ -251,3 +264,13 @@ class BaseConfig:
         "Directory to which each rank writes its configuration objects as JSON at start-up.",
         group="config logger",
     )
+
+    @property
+    def num_mtp_modules(self) -> int:
+        """Number of MTP depths that have weights of their own."""
+        return min(self.mtp_num_layers or 0, 1 if self.mtp_use_repeated_layer else MAX_LAYERS)
+
+    @property
+    def num_layers_ahead(self) -> int:
+        """Number of layers in all MTP depths, after the decoder's ``num_layers``."""
+        return (self.mtp_num_layers or 0) * len(self.mtp_hybrid_override_pattern or "x")

@@ -108,7 +108,7 @@ class TopKRouter(MegatronModule):
     def set_layer_number(self, layer_number: int) -> None:
         """Set the number of the layer, which counts from 1 over the complete model."""
         self.layer_number = layer_number
-        num_layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
+        num_layers = self.config.num_layers + self.config.num_layers_ahead
         self.aux_losses = AuxLosses(layer_number - 1, num_layers, self.sharers)
 
     @property

@@ -84,6 +84,13 @@ _ARCHITECTURE = rules(
             "{--mtp-num-layers}: multi-token prediction (MTP) does not support learned positions; "
             "use --position-embedding-type "
             "rope (or alibi or none)": "--position-embedding-type learned_absolute",
+            "--moe-router-load-balancing-type global_aux_loss and --mtp-use-repeated-layer exclude "
+            "each other: the loss counts one pass of each layer in a micro-batch; use "
+            "aux_loss": lambda c: (
+                c.mtp_use_repeated_layer
+                and c.num_moe_experts is not None
+                and "global_aux_loss" in c.config.model.load_balancing_types
+            ),
             "{--mtp-num-layers} and --defer-embedding-wgrad-compute need "
             "--untie-embeddings-and-output-weights: the MTP layers' embedding adds to the "
             "gradient of a tied weight": lambda c: (
@@ -264,13 +271,16 @@ _HYBRID = rules(
                         c.hybrid_attention_ratio,
                         c.hybrid_mlp_ratio,
                         c.hybrid_override_pattern,
+                        c.mtp_hybrid_override_pattern,
                     )
                 )
                 if c.num_layers
                 else ()
             ),
-            "{found} is not available for Mamba and hybrid models: use pretrain_gpt.py for "
-            "multi-token prediction": "--mtp-num-layers",
+            "{--mtp-num-layers} in a Mamba or hybrid model needs the letters of an MTP layer: add "
+            "--mtp-hybrid-override-pattern": lambda c: (
+                c.mtp_num_layers and c.mtp_hybrid_override_pattern is None
+            ),
             "{found} is not available for Mamba and hybrid models: a Mamba layer normalizes "
             "before its mixer (pre); use pretrain_gpt.py "
             "for other placements": given("--layer-norm-placement", lambda place: place != "pre"),

@@ -158,6 +158,11 @@ _NOT_WITH_HEADS = (
 )
 _KINDS_OF_HEADS = "--export-num-medusa-heads --export-num-eagle-layers --export-num-mtp"
 _HEADS = rules(
+    {
+        "--freeze-base-for-mtp needs --mtp-num-layers: no layers would be trained": lambda c: (
+            c.freeze_base_for_mtp and not c.mtp_num_layers
+        ),
+    },
     where(
         lambda c: c.has_heads,
         {

@@ -63,7 +63,7 @@ _FLAGS_NEEDED = parse_table(
 --dsa-indexer-loss-coeff | dsa_indexer_use_sparse_loss
 --enable-mhc-connections | mhc_num_residual_streams mhc_init_gating_factor mhc_sinkhorn_iterations
     mhc_recompute_layer_num
---mtp-num-layers | mtp_loss_scaling_factor
+--mtp-num-layers | mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads
 --export-num-eagle-layers | export_eagle_algorithm
 --export-draft-vocab-size | export_draft_vocab_data
 --export-quant-cfg or --kitchen-config-file | export_kv_cache_quant
@@ -208,7 +208,7 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
     "pretrain_bert.py (--model-kind bert) | bert_binary_head": lambda c: c.kind.has_masked_lm_head,
     "--model-kind mamba, which pretrain_mamba.py sets | mamba_state_dim mamba_head_dim "
     "mamba_num_groups mamba_num_heads hybrid_attention_ratio hybrid_mlp_ratio "
-    "hybrid_override_pattern": lambda c: c.kind.is_hybrid,
+    "hybrid_override_pattern mtp_hybrid_override_pattern": lambda c: c.kind.is_hybrid,
     "--rope-type yarn | yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow "
     "yarn_query_scaling_beta yarn_correction_range_round_to_int": lambda c: (
         c.rope_type == "yarn" or (c.multi_latent_attention and c.rope_type is None)

@@ -64,12 +64,16 @@ class Settings(rule.Settings):
 
     @cached_property
     def hybrid_pattern(self) -> str:
-        """Letters of the layers of a hybrid; "" for other models and for an invalid pattern."""
+        """Letters of the layers of a hybrid, those of an MTP layer last; "" for other models.
+
+        "" for an invalid pattern too.
+        """
         if not self.kind.is_hybrid or not self.num_layers:
             return ""
         ratios = self.hybrid_attention_ratio, self.hybrid_mlp_ratio
+        ahead = self.mtp_num_layers and self.mtp_hybrid_override_pattern or ""
         try:
-            return layer_pattern(self.num_layers, *ratios, self.hybrid_override_pattern)
+            return layer_pattern(self.num_layers, *ratios, self.hybrid_override_pattern) + ahead
         except ConfigError:
             return ""
 

@@ -416,18 +416,27 @@ class LanguageModule(MegatronModule):
     # ---- the end ---------------------------------------------------------------------------
 
     def token_losses(
-        self, hidden: Tensor, labels: Tensor, layer: ColumnParallelLinear | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        layer: ColumnParallelLinear | None = None,
+        is_frozen: bool = False,
     ) -> Tensor:
         """Map hidden states [s, b, h] and labels [b, s] to the loss of each token [b, s], float32.
 
         Hidden states are [s/tp, b, h] under sequence parallelism.  Equal to the output layer
         followed by `compute_language_model_loss`, which are used if a project has replaced one of
         them, or if the output layer has hooks or another matmul.  ``layer``: that of a draft head.
+        ``is_frozen``: no gradient enters the output weight.
         """
         hidden = self.scaled(hidden)
         config = self.config
-        weight = self.output_weight() if layer is None else None
+        weight = self.output_weight() if layer is None and not is_frozen else None
         layer = layer or self.output_layer
+        if is_frozen:
+            own = self.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
+            assert own is not None, "the last stage has the weight of its output layer"
+            weight = own.detach()
         cap = config.final_logit_softcapping
         is_usual = (
             type(layer) is ColumnParallelLinear
