@@ -297,7 +297,7 @@ _NEMOTRON = {
 _HYBRID_EXPERTS = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24},
     **{"moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.0},
-    **{"n_group": 4, "topk_group": 2},
+    **{"n_group": 4, "topk_group": 2, "moe_latent_size": 20},
 }
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("Bert", "ForPreTraining", _BERT),

@@ -42,7 +42,7 @@ EXPERTS = tuple(
     num_experts moe_ffn_hidden_size moe_router_topk moe_num_hash_layers moe_router_score_function
     moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
     moe_router_group_score_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
-    moe_router_dtype moe_shared_expert_intermediate_size moe_shared_expert_gate
+    moe_router_dtype moe_shared_expert_intermediate_size moe_shared_expert_gate moe_latent_size
     """.split()
 )
 LATENT = tuple(

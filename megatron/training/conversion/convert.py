@@ -436,6 +436,8 @@ def describe(
     family = hf.choose_family(shape, family_name, str(came_with.get("model_type")))
     if came_with.get("model_type") == family.model_type:
         described = replace(family.shape(came_with), vocab_size=vocab_size)
+        if family.ahead_prefix is not None and shape.mtp_num_layers is None:
+            described = replace(described, mtp_num_layers=None)  # transformers drops their weights
         if described == shape:
             config = {"architectures": [family.architecture], **came_with}
             if shape.is_reward and config.get("pad_token_id") is None:

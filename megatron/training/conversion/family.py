@@ -16,14 +16,16 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.transformer.rope import yarn_mscale
 from megatron.training.conversion.shape import ModelShape
-from megatron.training.conversion.tensors import AHEAD, AHEAD_LAYER, Rule
+from megatron.training.conversion.tensors import Rule
 
 Config: TypeAlias = Mapping[str, Any]  # config.json, or an object in it
 Values: TypeAlias = Mapping[str, Any]  # value by name, of a `ModelShape` or of config.json
 Names: TypeAlias = Mapping[str, str | Rule]  # our name -> theirs, of tensors or modules
 T = TypeVar("T")
 _IN_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.*)")
-_IN_AHEAD = re.compile(AHEAD.replace(".", r"\.").format(r"(\d+)") + "(.*)")
+_IN_AHEAD = re.compile(
+    r"mtp\.layers\.(\d+)\.(transformer_layer\.|mtp_model_layer\.layers\.(\d+)\.|)(.*)"
+)
 _OF_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
 
@@ -53,8 +55,8 @@ class Family:
     - ``elsewhere``: called with our complete name of a tensor; returns their complete name or a
       rule if the position of the tensor depends on the model, else None.
     - ``ahead``: our name -> theirs, of tensors in a multi-token prediction (MTP) layer, numbered in
-      theirs after the model's layers; ``copies``: our name outside -> their name in each MTP layer,
-      of tensors that these layers repeat.
+      theirs after the model's layers, or from 0 with the prefix ``ahead_prefix``; ``copies``: our
+      name outside -> their name in each MTP layer, of tensors that these layers repeat.
     - ``repeats``: their name -> ours, of tensors that some files store a second time.
     - ``spellings``: substring of names in other files -> its replacement.
     - ``stacked``: ends of names of tensors that hold all experts of a layer; the tables call the
@@ -70,6 +72,7 @@ class Family:
     layer: Names
     layer_prefix: str = "model.layers.{}."
     ahead: Names = field(default_factory=dict)
+    ahead_prefix: str | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
     repeats: Mapping[str, str] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +82,6 @@ class Family:
     blank: Callable[[ModelShape], Mapping[str, tuple[int, ...]]] = lambda shape: {}
     always: Values = field(default_factory=dict)
     no_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)  # ends of names of buffers to skip
-    dropped: tuple[str, ...] = ()  # beginnings of names that transformers' class does not read
 
     @property
     def kind(self) -> str:
@@ -119,9 +121,15 @@ class Family:
             out |= each.write(shape)
         return out
 
-    def prefix_of_depth(self, depth: int, shape: ModelShape) -> str:
-        """Return Hugging Face's prefix of MTP layer ``depth``, which follows the model's layers."""
-        return self.layer_prefix.format(shape.num_layers + depth, stack="decoder")
+    def prefix_of_depth(self, depth: int, shape: ModelShape, part: int = 0) -> str:
+        """Return Hugging Face's prefix of ``part`` of MTP layer ``depth``.
+
+        The layers of a hybrid's depth are parts, and each has a number.
+        """
+        if self.ahead_prefix is None:
+            return self.layer_prefix.format(shape.num_layers + depth, stack="decoder")
+        num_parts = len(shape.mtp_hybrid_override_pattern or "x")
+        return self.ahead_prefix.format(depth * num_parts + part % num_parts)
 
     def name_of(self, name: str, shape: ModelShape) -> str:
         """Return their name of a tensor that corresponds to exactly one of theirs."""
@@ -135,9 +143,9 @@ class Family:
             prefix, tail = self.layer_prefix.format(found[2], stack=found[1]), found[3]
             table, stack = self.layer, found[1]
         elif found := _IN_AHEAD.fullmatch(name):
-            prefix, tail = self.prefix_of_depth(int(found[1]), shape), found[2]
-            table = self.layer if tail.startswith(AHEAD_LAYER) else self.ahead
-            tail = tail.removeprefix(AHEAD_LAYER)
+            tail, part = found[4], -1 if found[4].startswith("final_") else int(found[3] or 0)
+            prefix = self.prefix_of_depth(int(found[1]), shape, part)
+            table = self.layer if found[2] else self.ahead
         if found := _OF_EXPERT.fullmatch(tail):
             expert, tail = found[2], f"{found[1]}{{}}{found[3]}"
         rule = named_rule(table, f"{stack}.{tail}") or named_rule(table, tail)

@@ -151,7 +151,6 @@ def import_model(config: Config, weights: Mapping[str, LazyTensor]) -> HFModel:
             raise CheckpointError(
                 f"{name} is not zero: a {family.architecture} with this config.json has no place"
             )
-    left = {name: t for name, t in left.items() if not name.startswith(family.dropped)}
     unused = [name for name in left if not name.endswith(family.no_weights)]
     if unused:
         raise CheckpointError(

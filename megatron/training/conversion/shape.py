@@ -36,8 +36,9 @@ _READ_BY: dict[str, dict[str, object]] = {
     "*-E": {"add_bias_linear": False},
 }
 # Values that only some models use; `__post_init__` sets them to their defaults in all others.
-_READ_BY_SOME: tuple[tuple[Callable[[ModelShape], bool], Iterable[str]], ...] = (
+_READ_BY_SOME: tuple[tuple[Callable[[ModelShape], object], Iterable[str]], ...] = (
     (lambda shape: shape.num_experts is not None, (*EXPERTS, "expert_layers")),
+    (lambda shape: shape.mtp_num_layers, ("mtp_hybrid_override_pattern",)),
     (lambda shape: shape.multi_latent_attention, LATENT),
     (
         lambda shape: shape.position_embedding_type in ("rope", "mrope"),
@@ -143,6 +144,7 @@ class ModelShape:
     moe_router_enable_expert_bias: bool = False
     moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_gate: bool = False
+    moe_latent_size: int | None = None
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
@@ -161,7 +163,8 @@ class ModelShape:
     softmax_type: str = "vanilla"
     activation_func_clamp_value: float | None = None
     glu_linear_offset: float = 0.0
-    mtp_num_layers: int | None = None
+    mtp_num_layers: int | None = None  # with weights of their own
+    mtp_hybrid_override_pattern: str | None = None
     has_binary_head: bool = False  # BERT: two sentences, two token types
     decoder_num_layers: int | None = None  # of T5, whose encoder has num_layers
     relative_attention_num_buckets: int | None = None
@@ -224,7 +227,8 @@ class ModelShape:
         if self.position_embedding_type == "relative" or set(self.pattern) == {"M"}:
             fill(self, "max_position_embeddings", ENDLESS)
         for symbols, values in _READ_BY.items():
-            if model_kind(self.kind).is_hybrid and not set(symbols) & set(self.pattern):
+            used = self.pattern + (self.mtp_hybrid_override_pattern or "")
+            if model_kind(self.kind).is_hybrid and not set(symbols) & set(used):
                 for name, value in values.items():
                     fill(self, name, value)
 
@@ -270,7 +274,7 @@ def shape_of(config: RunConfig, vocab_size: int) -> ModelShape:
         "residual_scale": 1.0 if m.residual_scale is None else m.residual_scale,
         "embedding_scale": _scale(m.embedding_scale, math.sqrt(m.hidden_size)),
         "output_scale": _scale(m.output_scale, m.hidden_size**-0.5),
-        "mtp_num_layers": m.mtp_num_layers or None,
+        "mtp_num_layers": m.num_mtp_modules or None,
         "is_tied": not lm.untie_embeddings_and_output_weights,
         "is_reward": config.preference.reward_model,
         "has_binary_head": lm.bert_binary_head,
@@ -383,8 +387,6 @@ def _others(config: RunConfig) -> Iterator[str]:
     if m.num_moe_experts is not None:
         if m.load_balancing_types == ("sinkhorn",):
             yield "--moe-router-load-balancing-type sinkhorn"
-        if m.moe_latent_size is not None:
-            yield "--moe-latent-size"
         if m.moe_apply_probs_on_input:
             yield "--moe-apply-probs-on-input"
         if m.moe_expert_capacity_factor is not None:

@@ -20,8 +20,6 @@ from megatron.training.conversion.shape import ModelShape, args_of
 from megatron.training.conversion.source import default_args, run_config
 from megatron.training.conversion.verify import model_on_meta
 
-AHEAD = "mtp.layers.{}."  # multi-token prediction layers
-AHEAD_LAYER = "transformer_layer."
 Heads: TypeAlias = ModelShape | TransformerConfig  # numbers and widths of heads of attention
 
 BUFFERS = (".expert_bias", ".tid2eid")  # tensors of a model that are no parameters

@@ -173,6 +173,7 @@ def _their_logits(folder: Path, config: RunConfig, prompts: Tensor) -> list[Tens
         # transformers does not find the class of each family by its model_type.
         loader = named
         its = named.config_class
+        described = json.loads(json.dumps(described), object_hook=_as_float)
         more["config"] = its.from_dict({**described, "model_type": its.model_type})
     model = loader.from_pretrained(
         folder,
@@ -183,6 +184,11 @@ def _their_logits(folder: Path, config: RunConfig, prompts: Tensor) -> list[Tens
         **more,
     )
     return list(their_outputs(model.eval(), config, prompts))
+
+
+def _as_float(value: dict[str, Any]) -> Any:
+    """Return the float that transformers writes as an object because JSON has no infinity."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 @torch.no_grad()

@@ -166,23 +166,6 @@ def test_the_released_form_of_gemma_3_is_read_as_the_newer_one(tmp_path: Path) -
     assert new["window_attn_skip_freq"] == [1, 1, 1, 1, 1, 0, 1]
 
 
-def test_weights_that_transformers_does_not_read_are_dropped(tmp_path: Path) -> None:
-    models.write(tmp_path, "qwen3-next")
-    path = tmp_path / "model.safetensors"
-    weights = models.safetensors.load_file(path)
-    for name in ("mtp.norm.weight", "model.other.weight"):
-        extra = {name: torch.ones(32)}
-        models.safetensors.save_file({**weights, **extra}, path, metadata={"format": "pt"})
-        request = ConversionRequest(
-            source=tmp_path, target=tmp_path / name, format=OURS, verify=False
-        )
-        if name.startswith("mtp."):
-            convert(request, quiet)
-        else:
-            with pytest.raises(CheckpointError, match="model.other.weight"):
-                convert(request, quiet)
-
-
 def test_scaled_positions_of_windowed_layers_are_refused(tmp_path: Path) -> None:
     models.write(tmp_path, "gemma3")
     config = config_of(tmp_path)

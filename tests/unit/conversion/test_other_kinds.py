@@ -128,7 +128,11 @@ def test_every_tensor_goes_back_to_where_it_came_from(case: str, tmp_path: Path)
         ("mamba2", {"expand": 3}, "expand 3, a width of 96: its heads are 64 wide"),
         ("nemotron-h", {"layers_block_type": ["gru"]}, "layers .'gru'.: there are"),
         ("nemotron-h", {"sliding_window": 5}, "sliding_window 5: only None"),
-        ("nemotron-h, experts", {"moe_latent_size": 8}, "moe_latent_size 8: only"),
+        (
+            "nemotron-h, experts",
+            {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["gru"]},
+            "MTP layers .: there are",
+        ),
     ],
 )
 def test_settings_that_are_not_here_are_named(

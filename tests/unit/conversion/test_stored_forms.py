@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.conversion.convert import (
+    BESIDE,
     HF,
     ConversionRequest,
     convert,
@@ -25,13 +29,14 @@ from megatron.training.conversion.lazy import as_lazy
 from megatron.training.conversion.quantized import plain_numbers
 from megatron.training.conversion.verify import our_model
 from tests.support import hugging_face_models as models
-from tests.support import tolerances
+from tests.support import selection, tolerances
 
 layers = pytest.importorskip("transformers.modeling_layers")
 deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 glm = pytest.importorskip("transformers.models.glm4_moe.modeling_glm4_moe")
 
 OURS = "safetensors_dist"
+NEMOTRON = "nemotron-h, experts"
 FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
 
@@ -394,3 +399,79 @@ def test_layers_that_predict_ahead_compute_what_transformers_does(
         json.loads((f / "config.json").read_text()) for f in (tmp_path / "back", theirs)
     )
     assert found_config == config
+
+
+@pytest.mark.feature(
+    "Checkpoints: the MTP layers of Qwen3-Next, Qwen3.5 and Nemotron-3 from and to Hugging Face"
+)
+@pytest.mark.parametrize(
+    "case", selection.first(2, ["qwen3.5 moe", NEMOTRON, "qwen3-next", "qwen3.5"])
+)
+def test_mtp_layers_that_transformers_drops_are_trained_and_written_back(
+    case: str, tmp_path: Path
+) -> None:
+    """Judged by layers of transformers; published files have these names, its classes none."""
+    theirs, ours, back = (tmp_path / name for name in ("theirs", "ours", "back"))
+    is_hybrid = case == NEMOTRON
+    more: dict[str, Any] = {"layer_types": [*["linear_attention"] * 2, "full_attention"]}
+    if is_hybrid:
+        more = {"num_nextn_predict_layers": 1, "moe_latent_size": None}
+    main = models.write(theirs, case, **more)
+    donor = models.make(case, **more, **({"hybrid_override_pattern": "*E"} if is_hybrid else {}))
+    for param in donor.parameters():
+        param.data.add_(0.02 * torch.randn_like(param))
+    donor.save_pretrained(tmp_path / "donor")
+    blocks = donor.model.layers if is_hybrid else donor.model.layers[-1:]
+    norm = type(blocks[-1].norm if is_hybrid else blocks[-1].input_layernorm)
+    config = main.config
+    epsilon = config.layer_norm_epsilon if is_hybrid else config.rms_norm_eps
+    enorm, hnorm, post_norm = norms = [norm(32, epsilon) for _ in range(3)]
+    eh_proj = torch.nn.Linear(64, 32, bias=False)
+    for part in norms:
+        part.weight.data.add_(0.1 * torch.randn(32))
+    names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
+    if is_hybrid:
+        names = ("layers.0.enorm", "layers.0.hnorm", "layers.1.final_layernorm", "layers.0.eh_proj")
+    held = {
+        f"mtp.{name}.weight": part.weight.detach().clone()
+        for name, part in zip(names, (*norms, eh_proj), strict=True)
+    }
+    for name, value in models.weights(tmp_path / "donor").items():
+        if found := re.fullmatch(r"(?:model|backbone)\.layers\.(\d+)\.(.*)", name):
+            number = int(found[1]) - (len(donor.model.layers) - len(blocks))
+            if number >= 0:
+                held[f"mtp.layers.{number}.{found[2]}"] = value
+    rewritten(theirs, models.weights(theirs) | held)
+    converted(theirs, ours, OURS)
+    converted(ours, back, HF)
+    models.assert_same_weights(back, theirs)
+    config = json.loads((theirs / "config.json").read_text())
+    assert json.loads((back / "config.json").read_text()) == config
+    shutil.rmtree(ours / BESIDE)
+    asked = open_checkpoint(ours).asked
+    again = tmp_path / "again"  # with a config.json that is made from our arguments
+    request = ConversionRequest(source=ours, target=again, format=HF, family=config["model_type"])
+    convert(request, print)
+    models.assert_same_weights(again, theirs)
+
+    stored = read_source(ConversionRequest(source=ours, target=ours, format=OURS))
+    model = our_model(run_config(asked), stored.tensors, models.VOCABULARY).train()
+    text = models.prompts(20)
+    tokens, labels = text[:, :-1], text[:, 1:]
+    with torch.no_grad():
+        hidden = main.model(tokens).last_hidden_state[:, :-1]
+        embedded = main.get_input_embeddings()(tokens[:, 1:])
+        positions = torch.arange(18)[None]
+        given: dict[str, Any] = {"position_ids": positions}
+        if not is_hybrid:
+            given["position_embeddings"] = main.model.rotary_emb(hidden, positions)
+        given["attention_mask"] = torch.full((18, 18), float("-inf")).triu(1)[None, None]
+        state = eh_proj(torch.cat([enorm(embedded), hnorm(hidden)], -1))
+        for block in blocks:
+            state = block(state, **given)
+        logits = main.lm_head(post_norm(state))
+        expected = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+    model(tokens, None, None, labels=labels).sum().backward()
+    total, count = model.mtp.aux_losses.take()["mtp_1 loss"]
+    torch.testing.assert_close(total / count, expected, **tolerances.LOGITS)
+    assert all(p.grad is not None for name, p in model.named_parameters() if "mtp." in name)

@@ -31,7 +31,7 @@ from megatron.training.conversion.families.experts import (
     gated,
     groups,
 )
-from megatron.training.conversion.families.llama import NO_BIAS, OLMO2, SILU, llama_like
+from megatron.training.conversion.families.llama import NO_BIAS, OLMO2, SILU, llama_like, with_mtp
 from megatron.training.conversion.family import (
     LLAMA_OUTSIDE,
     ROPE,
@@ -128,10 +128,10 @@ QWEN3_NEXT = llama_like(
     layer={**SHARED_EXPERT_LAYER, **_delta_net_layer("qkvz", "ba", rows=_rows_by_head)},
     always={**SOFTMAX, **_GATED, "moe_shared_expert_gate": True},
 )
-QWEN3_NEXT = replace(QWEN3_NEXT, dropped=("mtp.",))
+QWEN3_NEXT = with_mtp(QWEN3_NEXT)
 _BY_KIND = _delta_net_layer("qkv", "z", "b", "a", rows=_rows_by_kind)
 QWEN3_5 = llama_like("qwen3_5_text", "Qwen3_5", *SILU, *_DELTA_NET, layer=_BY_KIND, always=_GATED)
-QWEN3_5 = replace(QWEN3_5, dropped=("mtp.",))
+QWEN3_5 = with_mtp(QWEN3_5)
 # Every layer has experts, and config.json no other width.
 _OF_NEXT = (SIZES[1], NORMED, NORMED_BY_DEFAULT, SPARSE)
 QWEN3_5_MOE = replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from megatron.core.config.errors import CheckpointError
@@ -404,3 +405,36 @@ GPT2 = Family(
     },
     no_weights=(".attn.bias", ".attn.masked_bias"),
 )
+
+
+_AHEAD = {
+    **{"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"},
+    **{"eh_proj": "fc", "final_layernorm": "norm"},
+}
+
+
+def _outside_ahead(name: str, shape: ModelShape) -> str | None:
+    """Return their name of a part of the MTP layer that all of its layers would share."""
+    found = re.fullmatch(rf"mtp\.layers\.0\.({'|'.join(_AHEAD)})\.weight", name)
+    return f"mtp.{_AHEAD[found[1]]}.weight" if found else None
+
+
+def _read_ahead(config: Config) -> Values:
+    count = config.get("mtp_num_hidden_layers", config.get("num_nextn_predict_layers", 1))
+    if count not in (0, 1):
+        raise CheckpointError(
+            f"config.json has {count} MTP layers, which share norms and projection: only 1 can be "
+            "converted"
+        )
+    return {"mtp_num_layers": count or None}
+
+
+def with_mtp(family: Family) -> Family:
+    """Return ``family`` with the MTP layer of Qwen3-Next and Qwen3.5, which transformers drops."""
+    count = Field(_read_ahead, lambda shape: {"mtp_num_hidden_layers": shape.mtp_num_layers or 0})
+    return replace(
+        family,
+        fields=(*family.fields, count),
+        elsewhere=_outside_ahead,
+        ahead_prefix="mtp.layers.{}.",
+    )

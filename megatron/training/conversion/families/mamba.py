@@ -120,6 +120,31 @@ def _read_pattern(config: Config) -> Values:
     return {"num_layers": len(pattern), "pattern": pattern}
 
 
+def _read_ahead(config: Config) -> Values:
+    """Read MTP layers, like transformers: the list of kinds counts unless it is the default."""
+    kinds = "".join(_SYMBOLS.get(kind, "?") for kind in config.get("mtp_layers_block_type") or ())
+    pattern = config.get("mtp_hybrid_override_pattern")
+    if not kinds or (pattern and kinds == _AHEAD):
+        kinds = pattern or _AHEAD
+    count = config.get("num_nextn_predict_layers") or None
+    if count and set(kinds) - set(_NAMES):
+        raise CheckpointError(
+            f"config.json has MTP layers {kinds}: there are {', '.join(_NAMES.values())}"
+        )
+    return {"mtp_num_layers": count, "mtp_hybrid_override_pattern": kinds}
+
+
+def _write_ahead(shape: ModelShape) -> Values:
+    kinds = [_NAMES[symbol] for symbol in shape.mtp_hybrid_override_pattern or _AHEAD]
+    return {
+        "num_nextn_predict_layers": shape.mtp_num_layers or 0,
+        "mtp_layers_block_type": kinds,
+    }
+
+
+_AHEAD = "*E"  # the default of the config class
+
+
 def _read_experts(config: Config) -> Values:
     if "E" not in _read_pattern(config)["pattern"]:
         return {}
@@ -143,9 +168,10 @@ def _write_experts(shape: ModelShape) -> Values:
 _EXPERTS = (
     same("n_routed_experts", "num_experts"),
     *alike("moe_shared_expert_intermediate_size"),
+    same("moe_latent_size", "moe_latent_size", None),
     SCALED,
     demand(norm_topk_prob=True),
-    Field(demand(n_shared_experts=1, moe_latent_size=None).read),
+    Field(demand(n_shared_experts=1).read),
     groups(2),
     TOPK,
     WIDTH,
@@ -185,8 +211,8 @@ NEMOTRON_H = Family(
             mlp_bias=False,
             tie_word_embeddings=False,
             sliding_window=None,
-            num_nextn_predict_layers=0,
         ),
+        Field(_read_ahead, _write_ahead),
         # transformers clamps steps to this minimum, models are trained without one.  Not 0:
         # transformers also takes its logarithm.
         Field(write=lambda shape: {"time_step_min": 1e-20}),
@@ -210,6 +236,9 @@ NEMOTRON_H = Family(
         "mlp.experts.local_experts.{}.linear_fc2": "mixer.experts.{}.down_proj",
         "mlp.shared_experts.linear_fc1": "mixer.shared_experts.up_proj",
         "mlp.shared_experts.linear_fc2": "mixer.shared_experts.down_proj",
+        **{f"mlp.{name}": f"mixer.{name}" for name in ("fc1_latent_proj", "fc2_latent_proj")},
     },
+    ahead={name: name for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")},
+    ahead_prefix="mtp.layers.{}.",
     spellings={"model.embeddings.": "backbone.embeddings.", "model.layers.": "backbone.layers."},
 )
