@@ -272,6 +272,16 @@ class ModelParallelConfig(_LibraryFields):
         "--context-parallel-size.",
         nargs="+",
     )
+    hybrid_context_parallel: bool = _distributed(
+        False,
+        "Share each row of --sft --no-sft-packing over as many data-parallel ranks as it needs (a "
+        "power of two), and pack short rows: ranks get balanced work, whatever the lengths.",
+    )
+    max_seqlen_per_dp_cp_rank: int | None = _distributed(
+        None,
+        "Most tokens of a micro-batch on a rank with --hybrid-context-parallel.",
+        at_least=1,
+    )
     expert_model_parallel_size: int = _moe(
         1,
         "Expert-parallel size: ranks that the experts of a layer are distributed over.",

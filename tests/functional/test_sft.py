@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron.core.datasets.utils import Split
+from megatron.core.transformer.context_parallel import use_context_groups
 from megatron.post_training.sft.dataset import SFTDataset, SFTDatasetConfig, SFTLowLevelDataset
+from megatron.training.data import balanced_rows
 from megatron.training.tokenizer.base import TokenizerSpec
 from megatron.training.tokenizer.chat import load_chat_template
 from megatron.training.tokenizer.tokenizer import create_tokenizer
 from tests.support import selection, tolerances
 from tests.support.chat_templates import write_chat_tokenizer, write_conversations
 from tests.support.ranks import run_ranks
-from tests.support.runs import heard, losses, refusal, run_gpt
+from tests.support.runs import heard, losses, refusal, run_gpt, train_gpt
 
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
@@ -167,6 +170,49 @@ def test_rows_of_different_lengths_train_alike_in_every_layout(tmp_path, data, u
             torch.tensor(losses(unpacked, key), dtype=torch.float64),
             **EXACT,
         )
+
+
+HYBRID = {  # ranks, flags, sizes of groups that must occur
+    "dp4": (4, "--max-seqlen-per-dp-cp-rank 64", {1, 2, 4}),
+    "tp2 sp, recomputed, ZeRO": (
+        4,
+        "--max-seqlen-per-dp-cp-rank 128 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--use-distributed-optimizer --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --cp-comm-type allgather",
+        {1, 2},
+    ),
+}
+
+
+@pytest.mark.feature("Fine-tuning: context parallelism follows the length of each conversation")
+@pytest.mark.parametrize("name", HYBRID)
+def test_rows_on_groups_of_their_own_size_train_as_one_process(tmp_path, data, unpacked, name):
+    ranks, flags, sizes = HYBRID[name]
+    common = ["--no-sft-packing", *flags_of(data[0], NUM_CONVERSATIONS)]
+    words = [*BASE, *common, "--hybrid-context-parallel", *flags.split()]
+    metrics = ["--metrics-file", str(tmp_path / "metrics.jsonl")]
+    for found in run_ranks(train_counting_groups, ranks, [*words, *metrics]):
+        assert found == sizes
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for key in KEYS:
+        torch.testing.assert_close(
+            torch.tensor(losses(lines, key), dtype=torch.float64),
+            torch.tensor(losses(unpacked, key), dtype=torch.float64),
+            **EXACT,
+        )
+
+
+def train_counting_groups(rank, world_size, argv):
+    """Train; return the sizes of the groups that this rank has been in."""
+    sizes = set()
+
+    def noting(model, groups):
+        sizes.add(groups.cp.size())
+        use_context_groups(model, groups)
+
+    with mock.patch.object(balanced_rows, "use_context_groups", noting):
+        train_gpt(rank, world_size, argv)
+    return sizes
 
 
 def test_experts_leave_padding_out(tmp_path, data, unpacked):

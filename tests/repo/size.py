@@ -59,7 +59,7 @@ BUDGETS: dict[str, int] = {
     "training/compat": 3900,
     "training/config": 9250,
     "training/conversion": 54650,
-    "training/data": 8450,
+    "training/data": 10000,
     "training/datasets": 0,
     "training/estimates": 5800,
     "training/fault_tolerance": 15900,

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
@@ -456,6 +456,22 @@ def tokens_for_heads(x: Tensor, undo: Tensor, heads: ProcessGroup) -> Tensor:
     """Undo `heads_for_tokens`: [s c, b, n/c d] -> [s, b, n d].  Collective, also backward."""
     traded = all_to_all_first_dim(x[undo].unflatten(0, (heads.size(), -1)), heads)
     return traded.movedim(0, 2).flatten(2)
+
+
+def use_context_groups(model: nn.Module, groups: ProcessGroupCollection) -> None:
+    """Let all layers of ``model`` share sequences over the ranks of ``groups.cp`` from now on.
+
+    A backward pass keeps the group of its forward pass, but for layers that are recomputed.
+    """
+    for module in model.modules():
+        held: Any = module
+        if isinstance(getattr(module, "pg_collection", None), ProcessGroupCollection):
+            held.pg_collection = groups
+        if hasattr(module, "cp_group"):
+            held.cp_group = groups.cp
+        if hasattr(module, "cp_comm"):
+            layer = held.layer_number - 1
+            held.cp_comm = context_parallel_comm_of(held.config, layer, groups)
 
 
 def comm_type_of_layer(config: ModelParallelConfig, layer_index: int) -> str:

@@ -72,11 +72,16 @@ def token_specs(config: RunConfig) -> tuple[TensorSpec, TensorSpec]:
 
     [b, s], or with `row_multiple` the tokens of all rows, [n].
     """
-    shape = (config.training.micro_batch_size, config.data.seq_length)
+    shape = (config.training.micro_batch_size, _row_length(config))
     if row_multiple(config) is None:
         return TensorSpec(torch.int64, shape), TensorSpec(torch.float32, shape)
     most = math.prod(shape)
     return TensorSpec(torch.int64, (-1,), most), TensorSpec(torch.float32, (-1,), most)
+
+
+def _row_length(config: RunConfig) -> int:
+    """Return the longest row of a micro-batch on this rank."""
+    return config.model.max_seqlen_per_dp_cp_rank or config.data.seq_length
 
 
 def set_loss_share(run: RunContext, config: SFTDatasetConfig) -> dict[str, Any]:
@@ -111,7 +116,7 @@ def sft_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     are the bounds of samples, which every stage reads.  Experts leave out padding.
     """
     b = config.training.micro_batch_size
-    s = config.data.seq_length
+    s = _row_length(config)
     is_first = stage == 0
     is_last = stage == num_stages - 1
     ids, reals = token_specs(config)

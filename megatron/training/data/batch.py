@@ -20,6 +20,7 @@ from megatron.core.diagnostics.straggler import StragglerDetector
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
 from megatron.core.rank_local import each_rank_owns
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.training.data.balanced_rows import BalancedRows
 from megatron.training.data.loaders import batch_table
 from megatron.training.models.kind import BatchTable, DocumentSpec, TensorSpec
 from megatron.training.models.registry import implementation_of
@@ -43,12 +44,15 @@ def next_batch(
     """
     run.timers("batch-generator", log_level=2).start()
     stage = run.stages[get_attr_wrapped_model(model, "vp_stage") or 0]
+    groups = run.groups
+    if isinstance(data_iterator, BalancedRows):
+        groups = data_iterator.use_next_group(model)
     with _stimer(bdata=True):
         kind = implementation_of(run.config)
         table = batch_table(run, stage)
         batch = load_batch(data_iterator, table, run.groups.tp)
         if kind.joins_rows:
-            batch = _as_one_row(batch, table, run.groups.cp, is_planned=_is_planned(run.groups.tp))
+            batch = _as_one_row(batch, table, groups.cp, is_planned=_is_planned(groups.tp))
         elif not kind.splits_sequences:
             batch = get_batch_on_this_cp_rank(batch, run.groups.cp)
         if run.sources is not None:

@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing.folders import folder_name
 from megatron.core.rerun.state_machine import RerunDataIterator
 from megatron.core.text_files import read_text
 from megatron.training.config.data import DataConfig, parse_iterations
+from megatron.training.data.balanced_rows import BalancedRows, BalancedSteps
 from megatron.training.data.blend_history import note_blend
 from megatron.training.models.attention_request import documents_are_bounds
 from megatron.training.models.kind import BatchTable, DocumentSpec, TensorSpec
@@ -146,7 +147,7 @@ def build_data(run: RunContext, provider: Provider) -> TrainingData:
         train = LengthCurriculum(train, *curriculum, eod=run.tokenizer.eod, as_bounds=as_bounds)
     train_data: Any = None
     if not run.config.validation.skip_train and not run.finished():
-        loader = make_loader(run, train, run.state.consumed_train_samples)
+        loader = make_loader(run, train, run.state.consumed_train_samples, is_training=True)
         train_data = chunk_iterators(run, loader)
     sets = list(valid) if isinstance(valid, list | tuple) else [valid]
     found = [s for s in sets if s is not None and evaluates]
@@ -229,6 +230,8 @@ def chunk_iterators(run: RunContext, loader: Any, *, prefetches: bool = True) ->
     step during a step.
     """
     readers = _chunks_that_read(run)
+    if run.config.model.hybrid_context_parallel:
+        return BalancedRows(run, loader)
     if len(readers) == 1:
         return ReadAhead(iter(loader), prefetches) if loader is not None else None
     if loader is None:
@@ -262,6 +265,7 @@ def make_loader(
     consumed: int,
     *,
     whole: bool = False,
+    is_training: bool = False,
 ) -> Any:
     """Return the loader of this data-parallel rank from sample ``consumed`` on; None without data.
 
@@ -270,6 +274,9 @@ def make_loader(
     if dataset is None:
         return None
     config, dp = run.config, run.groups.dp
+    if config.model.hybrid_context_parallel:
+        sizes = run.batches.global_batch_size if is_training else None
+        return BalancedSteps(run, dataset, consumed, sizes, joined_tensors(run))
     return build_data_loader(
         dataset,
         consumed,

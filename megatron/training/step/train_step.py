@@ -26,6 +26,7 @@ from megatron.core.distributed.non_finite import LossCheck
 from megatron.core.params.param_info import local_part
 from megatron.core.pipeline_parallel.microbatch import StepHooks, StepLosses
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.training.data.balanced_rows import BalancedRows
 from megatron.training.data.loaders import read_ahead
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.models.registry import shape_of_microbatch
@@ -135,6 +136,8 @@ def forward_backward(
         timers=None if forward_only else run.timers,  # evaluation is not training time
         barrier_with_level_1_timers=run.config.optimizer.barrier_with_L1_time,
     )
+    if isinstance(data_iterator, BalancedRows):
+        num_microbatches = data_iterator.begin()
     seq_length, num_rows = shape_of_microbatch(run.config)
     forward_step = run.forward_step_func
     if run.sources is not None and not forward_only:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.packing import PackedEpochs, first_fit_decreasing
+from megatron.training.data.balanced_rows import plan_rounds
 
 
 def plain_first_fit_decreasing(lengths, capacity):
@@ -66,3 +67,29 @@ def test_a_row_depends_on_its_number_and_the_seed_only():
     assert in_order[5] != in_order[n + 5]
     other = PackedEpochs(lengths, 512, seed=4)
     assert [other[i].tolist() for i in range(n)] != [one[i].tolist() for i in range(n)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_a_plan_has_each_row_once_on_the_fewest_ranks_with_balanced_work(num_ranks):
+    lengths = np.minimum(log_normal_lengths(128, 8192), 1000 * num_ranks).tolist()
+    rounds = plan_rounds(lengths, num_ranks, 1000, lambda n: n * n)
+    found = {}
+    loads = np.zeros(num_ranks)
+    for slots in rounds:
+        for rank, slot in enumerate(slots):
+            first = rank // slot.size * slot.size
+            assert slots[first].rows == slot.rows, "ranks of a group have other rows"
+            assert slot.num_tokens == sum(-(-lengths[i] // slot.size) for i in slot.rows) <= 1000
+            assert slot.size == 1 or (
+                len(slot.rows) == 1 and lengths[slot.rows[0]] > 500 * slot.size
+            )
+            for i in slot.rows:
+                found.setdefault(i, []).append(rank)
+                loads[rank] += lengths[i] ** 2 / slot.size
+    sizes = {i: len(ranks) for i, ranks in found.items()}
+    assert sorted(found) == list(range(128))
+    assert all(lengths[i] <= 1000 * size for i, size in sizes.items())
+    assert loads.max() < 1.1 * loads.mean()
+    assert len(rounds) < 1.3 * sum(lengths) / (1000 * num_ranks) + 1
+    static = np.array(lengths).reshape(-1, num_ranks) ** 2.0  # each rank the next row
+    assert num_ranks == 1 or loads.max() < static.sum(0).max()

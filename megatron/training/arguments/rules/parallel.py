@@ -195,6 +195,40 @@ _CONTEXT_PARALLEL = rules(
     ),
 )
 
+_NOT_HYBRID = (
+    "--num-experts --mtp-num-layers --experimental-attention-variant --tp-comm-overlap "
+    "--cp-comm-type a2a a2a+p2p --batch-invariant-mode --full-validation --iterations-to-skip "
+    "--log-loss-by-source --rehearse-memory --virtual-ranks --logits-load-dir --logits-save-dir "
+    "--export-kd-teacher-load"
+)
+_HYBRID = where(
+    "--hybrid-context-parallel",
+    {
+        "--hybrid-context-parallel needs --sft: rows of different lengths": None,
+        "--hybrid-context-parallel needs --no-sft-packing: it packs short rows itself": None,
+        "--hybrid-context-parallel needs --max-seqlen-per-dp-cp-rank: the most tokens of a "
+        "micro-batch on a rank": None,
+        "{found} with --hybrid-context-parallel, which chooses the ranks and the micro-batch of "
+        "each row: use 1": given(
+            "--context-parallel-size --pipeline-model-parallel-size --micro-batch-size",
+            lambda size: size != 1,
+        ),
+        "{found} with --hybrid-context-parallel: ranks of one row would drop out alike: use "
+        "0": given("--attention-dropout --hidden-dropout", lambda share: share > 0),
+        "{found} and --hybrid-context-parallel exclude each other: leave one out": _NOT_HYBRID,
+        "--hybrid-context-parallel with {data_parallel_size} data-parallel ranks: groups are "
+        "powers of two; use 1, 2, 4, 8 or more": lambda c: (
+            c.data_parallel_size & (c.data_parallel_size - 1)
+        ),
+        "{--max-seqlen-per-dp-cp-rank} on {data_parallel_size} data-parallel ranks is less than "
+        "{--seq-length}: use {found} or more": lambda c: (
+            (least := -(-c.seq_length // max(c.data_parallel_size, 1)))
+            > (c.max_seqlen_per_dp_cp_rank or least)
+            and least
+        ),
+    },
+)
+
 # gloo's collectives take tensors of a GPU; its send would read their addresses on the host.
 GLOO_RULES = where(
     lambda c: c.distributed_backend == "gloo" and c.device == CUDA,
@@ -272,6 +306,7 @@ RULES = rules(
     _SIZES,
     _PIPELINE,
     _CONTEXT_PARALLEL,
+    _HYBRID,
     _COMMUNICATION,
     _SHARDING,
 )

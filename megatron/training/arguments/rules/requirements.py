@@ -43,6 +43,7 @@ _SHARED = ("img_h", "img_w", "patch_dim", "broken_samples")
 _FLAGS_NEEDED = parse_table(
     """
 --optimizer sgd | sgd_momentum
+--hybrid-context-parallel | max_seqlen_per_dp_cp_rank
 --lr-decay-style WSD | lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples
 --optimizer-cpu-offload | optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads
     pin_cpu_params
@@ -265,7 +266,9 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
     ),
     "--distributed-backend nccl | high_priority_stream_groups nccl_communicator_config_path "
     "nccl_ub": lambda c: c.distributed_backend in (None, "nccl"),
-    "--context-parallel-size of 2 or more | cp_comm_type": lambda c: c.context_parallel_size > 1,
+    "--context-parallel-size of 2 or more | cp_comm_type": lambda c: (
+        c.context_parallel_size > 1 or c.hybrid_context_parallel
+    ),
     "--context-parallel-size of 2 or more and --cp-comm-type a2a+p2p | "
     "hierarchical_context_parallel_sizes": lambda c: (
         c.context_parallel_size > 1 and "a2a+p2p" in c.cp_comm_types
