@@ -9,7 +9,7 @@ compute dtype, so their memory grows with s^2 and long sequences use torch's fus
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core.autograd import Context, Function
 from megatron.core.device import cpu_kernels
 
-_BLOCK = 128  # queries
+BLOCK = 128  # queries
 _SCORES = 1 << 21  # at a time, so that they stay in the cache
 _WIDE = torch.float32
 
@@ -36,6 +36,7 @@ class _CausalAttention(Function[Tensor]):
         scale: float,
         dropout: float,
         fused: bool,
+        masks: Sequence[Tensor | None],
     ) -> Tensor:
         q, k, v = _heads_first(query), _heads_first(key), _heads_first(value)
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
@@ -43,8 +44,11 @@ class _CausalAttention(Function[Tensor]):
         kept = []
         for heads in _passes(q):
             wide_q, keys_by_query = q[heads].to(wide) * scale, k[heads].to(wide).transpose(1, 2)
-            for start, stop in _blocks(q.shape[1]):
+            for i, (start, stop) in enumerate(_blocks(q.shape[1])):
                 scores = torch.bmm(wide_q[:, start:stop], keys_by_query[:, :, :stop])
+                if masks and (mask := masks[i]) is not None:
+                    of_heads = mask.repeat_interleave(query.shape[2], 0)[heads]
+                    scores.masked_fill_(~of_heads, -math.inf)
                 probs = _causal_softmax(scores, start, q.dtype, fused=fused)
                 kept.append(probs)
                 if dropout > 0:
@@ -81,7 +85,7 @@ class _CausalAttention(Function[Tensor]):
                 grad_k[heads, :stop] += more_k
                 grad_v[heads, :stop] += more_v
         grads = (x.unflatten(0, (num_sequences, -1)) for x in (grad_q, grad_k, grad_v))
-        return *(x.permute(2, 0, 1, 3) for x in grads), None, None, None
+        return *(x.permute(2, 0, 1, 3) for x in grads), None, None, None, None
 
 
 def _causal_softmax(scores: Tensor, start: int, dtype: torch.dtype, *, fused: bool) -> Tensor:
@@ -120,13 +124,13 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _blocks(num_tokens: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, num_tokens, _BLOCK):
-        yield start, min(start + _BLOCK, num_tokens)
+    for start in range(0, num_tokens, BLOCK):
+        yield start, min(start + BLOCK, num_tokens)
 
 
 def _passes(q: Tensor) -> Iterator[slice]:
     """Split the heads into the groups that are computed together."""
-    heads = max(1, _SCORES // (_BLOCK * q.shape[1]))
+    heads = max(1, _SCORES // (BLOCK * q.shape[1]))
     for start in range(0, q.shape[0], heads):
         yield slice(start, min(start + heads, q.shape[0]))
 
@@ -145,9 +149,14 @@ def causal_attention(
     dropout: float = 0.0,
     *,
     fused: bool = True,
+    masks: Sequence[Tensor | None] = (),
 ) -> Tensor:
-    """Attend [s, b, n, d], 2 x [s, b, g, d] -> [s, b, n, d], contiguous, with dropout."""
+    """Attend [s, b, n, d], 2 x [s, b, g, d] -> [s, b, n, d], contiguous, with dropout.
+
+    ``masks``: for each `BLOCK` of queries a mask [b, q, keys up to the last query] of the keys that
+    they attend to, at least one for each query; None: all.
+    """
     group = query.shape[2] // key.shape[2]
     if group > 1:
         key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
-    return _CausalAttention.apply(query, key, value, scale, dropout, fused)
+    return _CausalAttention.apply(query, key, value, scale, dropout, fused, masks)

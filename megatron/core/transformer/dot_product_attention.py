@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -238,11 +238,9 @@ class DotProductAttention(MegatronModule):
             )
         if visible.is_band and FLASH in names and device.is_cuda(where):
             return attend_to_band(query, key, value, visible, self.softmax_scale)
+        if BLOCKS in names:
+            return self.attend_by_blocks(query, key, value)
         with fork_if(dropout > 0):
-            if BLOCKS in names:
-                fused = self.config.masked_softmax_fusion
-                out = causal_attention(query, key, value, self.softmax_scale, dropout, fused=fused)
-                return out.flatten(2)
             mask = visible.mask(where)
             if mask is not None and self.window is not None and not context.is_causal:
                 # A query in the padding may attend to no key, and an empty softmax is NaN: let it
@@ -257,6 +255,23 @@ class DotProductAttention(MegatronModule):
                 is_causal = visible.is_causal and mask is None
                 out = self._kernel(names, (q, k, v), mask, context.bias, is_causal)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def attend_by_blocks(
+        self, query: Tensor, key: Tensor, value: Tensor, masks: Sequence[Tensor | None] = ()
+    ) -> Tensor:
+        """Attend causally by a CPU's kernel for training; ``masks`` of `causal_attention`."""
+        fused, dropout = self.config.masked_softmax_fusion, self._dropout()
+        with fork_if(dropout > 0):
+            out = causal_attention(
+                query, key, value, self.softmax_scale, dropout, fused=fused, masks=masks
+            )
+        return out.flatten(2)
+
+    def trains_by_blocks(self, query: Tensor, context: AttentionContext) -> bool:
+        """Return whether a plain causal pass of these queries trains by `attend_by_blocks`."""
+        tokens = len(query) if self.training and context.hidden is None else 0
+        names = self._choose(query, context, has_mask=False, has_band=False, causal_tokens=tokens)
+        return BLOCKS in names
 
     def _attend_one_by_one(self, qkv: QKV, context: AttentionContext) -> Tensor:
         """Attend to each packed sequence alone: a CPU's kernels compute all scores of a mask.

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron.core.aux_loss import AuxLosses
 from megatron.core.config.errors import ConfigError
+from megatron.core.fusions.causal_attention import BLOCK
 from megatron.core.fusions.rope import RotaryTable
 from megatron.core.packed_seq_params import AttentionMask, PackedBounds, PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import (
@@ -209,31 +210,65 @@ class SparseMLASelfAttention(MLASelfAttention):
             hidden = hidden.hidden(query.shape[1], len(key))
         context = AttentionContext(is_causal=True, hidden=hidden)
         hidden = context.with_own_rows(num_rows, len(key)).hidden
-        if value.shape[-1] < query.shape[-1]:
-            value = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
         spans = held_spans(lengths, cp.rank(), cp.size())
         if num_rows < sum(lengths) and cp.size() == 1:  # a cache has the keys before the queries
             spans = (Span(len(key) - num_rows, len(key), 0, len(key)),)
         learner = None
         if self.training and torch.is_grad_enabled() and hasattr(self, "aux_losses"):
             learner = _Learner(self, IndexVectors(*vectors))
+        by_blocks = cp.size() == 1 and self.core_attention.trains_by_blocks(query, context)
+        blocks = list(self._blocks(spans, query, BLOCK if by_blocks else 0))
+        with torch.no_grad():
+            chosen = [
+                self._select(block, masks, hidden, learner, query, key, vectors) for block in blocks
+            ]
+        if by_blocks:
+            out = self._attend_in_blocks((query, key, value), spans, chosen)
+        else:
+            out = self._attend_to_blocks((query, key, value), blocks, chosen, hidden)
+        return out if learner is None else learner.attach(out, cp.size())
+
+    def _attend_in_blocks(
+        self, qkv: QKV, spans: Sequence[Span], chosen: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Attend to each sequence by the CPU's kernel for training; a mask for each `BLOCK`."""
+        outputs, at = [], 0
+        parts = zip(*(x.split([s.stop - s.start for s in spans]) for x in qkv), strict=True)
+        for query, key, value in parts:
+            count = -(-len(query) // BLOCK)
+            masks = chosen[at : at + count]
+            outputs.append(self.core_attention.attend_by_blocks(query, key, value, masks))
+            at += count
+        return torch.cat(outputs)
+
+    def _attend_to_blocks(
+        self,
+        qkv: QKV,
+        blocks: Sequence[_Block],
+        chosen: Sequence[Tensor | None],
+        hidden: Tensor | None,
+    ) -> Tensor:
+        """Attend with the core's kernels, block by block."""
+        query, key, value = qkv
+        if value.shape[-1] < query.shape[-1]:
+            value = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
         outputs = []
-        for block in self._blocks(spans, query):
-            with torch.no_grad():
-                mask = self._select(block, masks, hidden, learner, query, key, vectors)
+        for block, mask in zip(blocks, chosen, strict=True):
             if mask is None:
                 part = AttentionContext(
                     is_causal=True, hidden=block.hidden(hidden), first_query=block.first_query
                 )
             else:
                 part = AttentionContext(is_causal=False, hidden=~mask.unsqueeze(1))
-            qkv = query[block.rows], key[block.keys], value[block.keys]
-            outputs.append(self.core_attention.attend(qkv, part))
-        out = torch.cat(outputs)
-        return out if learner is None else learner.attach(out, cp.size())
+            rows = query[block.rows], key[block.keys], value[block.keys]
+            outputs.append(self.core_attention.attend(rows, part))
+        return torch.cat(outputs)
 
-    def _blocks(self, spans: Sequence[Span], query: Tensor) -> Iterator[_Block]:
-        """Yield the blocks of all queries.  They are the same in all layers of a forward pass."""
+    def _blocks(self, spans: Sequence[Span], query: Tensor, size: int) -> Iterator[_Block]:
+        """Yield blocks of ``size`` queries; 0: as many as memory and the keys allow.
+
+        They are the same in all layers of a forward pass.
+        """
         c = self.config
         learns = self.training and c.dsa_indexer_loss_coeff
         heads = max(c.dsa_indexer_n_heads, query.shape[2]) * query.shape[1]
@@ -242,8 +277,8 @@ class SparseMLASelfAttention(MLASelfAttention):
             start = span.start
             while start < span.stop:
                 count = min(_QUERIES, _VALUES_AT_ONCE // (heads * (start - span.first + _QUERIES)))
-                stop = start + max(count, 1)
-                if not learns:  # all queries with few keys need no scores
+                stop = start + (size or max(count, 1))
+                if not learns and not size:  # all queries with few keys need no scores
                     stop = max(stop, span.first + c.dsa_indexer_topk)
                 stop = min(stop, span.stop)
                 rows = slice(at, at + stop - start)

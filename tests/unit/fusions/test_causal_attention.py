@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("each_form")
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three blocks, the last one short, and three passes of three heads or fewer."""
-    monkeypatch.setattr(fusion, "_BLOCK", 4)
+    monkeypatch.setattr(fusion, "BLOCK", 4)
     monkeypatch.setattr(fusion, "_SCORES", 3 * 4 * S)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.megatron_formats.names import stage_names
+from megatron.core.enums import AttnBackend
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
 from megatron.core.inference.paged_engine.request import Request
@@ -18,6 +19,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.gpt.gpt_layer_specs import LOCAL, decoder_block_of
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
+from megatron.core.transformer.context_parallel import AttentionContext
 from megatron.core.transformer.lightning_indexer import index_scores, select
 from tests.support import tolerances
 from tests.support.one_process import one_process_groups, tiny_config
@@ -61,6 +63,16 @@ def gradients(model: GPTModel, **kwargs: Any) -> dict[str, Tensor]:
     (losses * torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)).sum().backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     return {"losses": losses.detach(), **{n: g for n, g in grads.items() if g is not None}}
+
+
+def packed(*lengths: int) -> PackedSeqParams:
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends)
+
+
+def uses_blocks(model: GPTModel, hidden: Tensor) -> bool:
+    core = model.decoder.layers[0].self_attention.core_attention
+    return core.trains_by_blocks(hidden.unsqueeze(2)[..., :12], AttentionContext(is_causal=True))
 
 
 def test_equal_scores_are_decided_for_earlier_keys_in_blocks_of_any_length() -> None:
@@ -135,6 +147,20 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(gradients(build(SPARSE, **changes)), expected, **_CLOSE)
 
 
+def test_the_kernel_of_long_sequences_changes_nothing() -> None:
+    results = []
+    for backend in (AttnBackend.auto, AttnBackend.unfused):
+        model = build(SPARSE, dsa_indexer_topk=60, attention_backend=backend)
+        layer = model.decoder.layers[0].self_attention
+        torch.manual_seed(3)
+        hidden = torch.randn(180, 2, 32, dtype=torch.float64, requires_grad=True)
+        out, _ = layer(hidden, packed_seq_params=packed(40, 140))
+        out.sum().backward()
+        results.append((out, hidden.grad, layer.linear_kv_down_proj.weight.grad))
+    torch.testing.assert_close(*results, **_CLOSE)
+    assert uses_blocks(model, hidden) != uses_blocks(build(), hidden)
+
+
 def test_scores_without_relu_differ_and_shared_layers_have_no_indexer() -> None:
     model = build(SPARSE, SHARED)
     owners = [n for n, _ in model.named_parameters() if n.endswith("indexer.linear_wk.weight")]
@@ -165,11 +191,10 @@ def test_recomputation_changes_no_gradient(changes: dict[str, Any]) -> None:
 @pytest.mark.feature("Sparse attention: packed sequences and documents do not mix")
 def test_packed_sequences_have_the_losses_they_have_alone() -> None:
     model, lengths = build(), (5, 11, 8)
-    ends = torch.tensor([0, *lengths]).cumsum(0).int()
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends)
+    ends = packed(*lengths).ends
     ids, labels = tokens()[0], tokens()[0].roll(-1, 1)
     places = torch.cat([torch.arange(n) for n in lengths]).expand(2, LENGTH)
-    whole = model(ids, places, None, labels=labels, packed_seq_params=packed)
+    whole = model(ids, places, None, labels=labels, packed_seq_params=packed(*lengths))
     documents = PackedBounds.of_rows([PackedBounds(ends, 11)] * 2)
     # Documents rotate by their place in the row, by angles in float32.
     rotated = model(ids, places, documents, labels=labels)

@@ -249,6 +249,11 @@ _FEATURES = (
     _model("attention", "mla",
            "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 12 "
            "--qk-pos-emb-head-dim 4 --v-head-dim 8", "rope"),
+    _model("selected keys", "sparse-attention",
+           "--experimental-attention-variant dsa --dsa-indexer-topk 6 --dsa-indexer-n-heads 4 "
+           "--dsa-indexer-head-dim 6 --dsa-indexer-loss-coeff 0.1 --init-method-std 0.3", "mla"),
+    _model("selecting layers", "shared-selection",
+           "--dsa-indexer-topk-freq 2 --dsa-indexer-skip-topk-offset 1", "sparse-attention"),
     _model("layers", "linear-attention", f"{DELTA_NET} --linear-attention-freq 2 "
            "--attention-output-gate"),
     _model("streams", "mhc", "--enable-mhc-connections --mhc-num-residual-streams 3 "

@@ -242,6 +242,10 @@ _SPARSE_ATTENTION = where(
         "indexer of its own; use an offset of at least 1": lambda c: (
             c.dsa_indexer_topk_freq > 1 and c.dsa_indexer_skip_topk_offset < 1
         ),
+        "{--dsa-indexer-topk-freq} and --pipeline-split auto exclude each other: a stage may begin "
+        "with a layer whose keys another stage selects; give the layers of the stages": lambda c: (
+            c.dsa_indexer_topk_freq > 1 and c.pipeline_split == "auto"
+        ),
         "{--dsa-indexer-topk-freq}: layers {found} begin a pipeline stage, and a layer of another "
         "stage selects their keys: change --dsa-indexer-skip-topk-offset or the split of the "
         "layers": lambda c: (
