@@ -48,9 +48,13 @@ def updated(model: nn.Module, groups: ProcessGroupCollection, steps: int, **numb
 
 
 @pytest.mark.feature("Optimizer: Muon for matrices, whole however they are cut; Adam for the rest")
+@pytest.mark.parametrize(
+    ("scale", "factor", "adjustment"),
+    [("shape_scaling", 1.0, "original"), ("spectral", 0.2, "match_rms_adamw")],
+)
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_matrices_are_moved_as_torchs_muon_moves_them(
-    alone: ProcessGroupCollection, nesterov: bool
+    alone: ProcessGroupCollection, nesterov: bool, scale: str, factor: float, adjustment: str
 ):
     ours, theirs = Model(), Model()
     updated(
@@ -59,13 +63,20 @@ def test_matrices_are_moved_as_torchs_muon_moves_them(
         5,
         muon_fp32_matmul_prec="low",
         muon_coefficient_type="simple",
-        muon_scale_mode="shape_scaling",
+        muon_scale_mode=scale,
+        muon_extra_scale_factor=factor,
         muon_momentum=0.95,
         muon_nesterov=nesterov,
     )
     matrices = [theirs.wide, theirs.tall]
     muon = torch.optim.Muon(
-        matrices, lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=nesterov, eps=1e-7
+        matrices,
+        lr=0.02,
+        weight_decay=0.1,
+        momentum=0.95,
+        nesterov=nesterov,
+        eps=1e-7,
+        adjust_lr_fn=adjustment,
     )
     adam = torch.optim.AdamW(
         [
