@@ -40,7 +40,7 @@ BUDGETS: dict[str, int] = {
     "core/rerun": 5350,
     "core/ssm": 11450,
     "core/tensor_parallel": 14540,
-    "core/transformer": 66500,
+    "core/transformer": 67750,
     "core/virtual_ranks": 3800,
     "inference": 9850,
     "inference/server": 30750,

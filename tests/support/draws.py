@@ -45,7 +45,12 @@ TRIES = 20  # on the same degrees, which may be refused beside the feature that 
 # On a CPU they have none, and stand-ins (`runs.train_gpt`, `layouts.trace`).
 STAND_IN = tuple(
     f"{flag} is without effect"
-    for flag in ("--optimizer-cpu-offload", "--cpu-offloading", "--enable-cuda-graph")
+    for flag in (
+        "--optimizer-cpu-offload",
+        "--cpu-offloading",
+        "--fine-grained-activation-offloading",
+        "--enable-cuda-graph",
+    )
 )
 VOCABULARIES = (60, 96, 100, 112)  # one less than a prime: the token that ends a document
 

@@ -85,7 +85,11 @@ def entry_of(kind: str | None) -> Any:
 @contextlib.contextmanager
 def _host_apart(argv: Sequence[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        if {"--optimizer-cpu-offload", "--cpu-offloading"} & set(argv):
+        if {
+            "--optimizer-cpu-offload",
+            "--cpu-offloading",
+            "--fine-grained-activation-offloading",
+        } & set(argv):
             stack.enter_context(mock.patch.object(device, "host_is_apart", return_value=True))
             stack.enter_context(mock.patch.object(activation_offload, "MIN_BYTES", 1))
         yield

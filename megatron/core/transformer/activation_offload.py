@@ -1,4 +1,4 @@
-"""Activation offloading to host memory (--cpu-offloading) for the first layers of a stack.
+"""Activation offloading to host memory, for the first layers of a stack or modules of layers.
 
 Offload: the tensors that a layer saves for backward are copied to the host on a side stream while
 the layer computes; their device memory is freed after the next layer's forward pass.  Reload: they
@@ -7,13 +7,17 @@ offloaded layers at a time, and it stalls only where copying takes longer than c
 
 Not offloaded: parameters, inputs that all layers share, and storages below `MIN_BYTES`.  A storage
 that is saved twice, as several views or by two consecutive layers, is copied once.
+
+--cpu-offloading takes all that the first layers save.  --fine-grained-activation-offloading takes
+what the modules of --offload-modules save, in all layers but the last, which backward needs first.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -23,6 +27,16 @@ from megatron.core import device
 from megatron.core.transformer.cuda_graphs import Shared, tensors_in
 
 MIN_BYTES = 1 << 20  # smaller storages are not worth a copy
+# Modules of --offload-modules: patterns of the methods of a layer's modules that save for them.
+MODULES = {
+    "attn_norm": r"input_layernorm\.forward",
+    "qkv_linear": r"self_attention\.linear_(qkv|q_|kv_)[^.]*\.forward",
+    "core_attn": r"self_attention\.core_attention\.forward",
+    "attn_proj": r"self_attention\.linear_proj\.forward",
+    "mlp_norm": r"pre_mlp_layernorm\.forward",
+    "expert_fc1": r"mlp\.experts\.(_grouped|(.*\.)?linear_fc1\.forward)",
+    "moe_act": r"mlp\.experts\.(.*\.)?activate",
+}
 
 
 class _OffloadedStorage:
@@ -76,11 +90,17 @@ class _OffloadedStorage:
 class _Pass:
     """The offloaded storages of one micro-batch, by layer.
 
-    ``staying``: tensors whose storages are not offloaded.
+    ``staying``: tensors whose storages are not offloaded; of others those that it ``takes``.
     """
 
-    def __init__(self, staying: Iterable[Tensor], stream: device.Stream | None) -> None:
+    def __init__(
+        self,
+        staying: Iterable[Tensor],
+        stream: device.Stream | None,
+        takes: Callable[[Tensor], bool],
+    ) -> None:
         self._staying = {t.untyped_storage()._cdata for t in staying}
+        self._takes = takes
         self._stream = stream
         self._layers: list[list[_OffloadedStorage]] = []
         # Storages on the device, by (storage, version); the entry keeps the storage alive, so that
@@ -111,7 +131,7 @@ class _Pass:
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return lambda: tensor
         storage = tensor.untyped_storage()
-        if storage.nbytes() < MIN_BYTES or storage._cdata in self._staying:
+        if not self._takes(tensor) or storage._cdata in self._staying:
             return lambda: tensor
         key = storage._cdata, tensor._version  # an in-place write changes the bytes and the version
         offloaded = self._leaving.get(key)
@@ -132,12 +152,16 @@ class ActivationOffload:
         self.num_layers = num_layers
         self._stream: device.Stream | None = None
 
+    def takes(self, tensor: Tensor) -> bool:
+        """Return whether a tensor that a layer saves now is offloaded."""
+        return tensor.untyped_storage().nbytes() >= MIN_BYTES
+
     def run(self, layers: Iterable[nn.Module], hidden_states: Tensor, shared: Shared) -> Tensor:
         """Run all layers: [s, b, h] -> [s, b, h].  ``shared``: the inputs that all layers share."""
         self._stream = self._stream or device.side_stream()
         layers = list(layers)
         params = (p for layer in layers for p in layer.parameters())
-        going = _Pass([*params, *tensors_in(shared)], self._stream)
+        going = _Pass([*params, *tensors_in(shared)], self._stream, self.takes)
         last = len(layers) - 1
         for i, layer in enumerate(layers):
             with going.saving() if i < self.num_layers else nullcontext():
@@ -148,3 +172,40 @@ class ActivationOffload:
             if due and hidden_states.requires_grad:
                 hidden_states.register_hook(partial(going.come_back, due))
         return hidden_states
+
+
+class ModuleOffload(ActivationOffload):
+    """Offloads what ``modules`` (names of `MODULES`) of the layers save.
+
+    ``fraction``: of the layers but the last.  Tensors of fewer than ``min_numel`` values stay.
+    """
+
+    def __init__(
+        self, layers: nn.ModuleList, modules: Sequence[str], fraction: float, min_numel: int
+    ) -> None:
+        super().__init__(round(fraction * (len(layers) - 1)))
+        self._min_numel = min_numel
+        self._depth = 0  # of calls of the modules that run now
+        pattern = "|".join(MODULES[name] for name in modules)
+        for layer in [*layers][: self.num_layers]:
+            for name, module in layer.named_modules():
+                # Not hooks of modules, which see no other method than forward.
+                for method in ("forward", "activate", "_grouped"):
+                    if hasattr(module, method) and re.fullmatch(pattern, f"{name}.{method}"):
+                        setattr(module, method, self._marked(getattr(module, method)))
+
+    def takes(self, tensor: Tensor) -> bool:
+        return self._depth > 0 and tensor.numel() >= self._min_numel
+
+    def _marked(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def marked(*args: Any, **more: Any) -> Any:
+            # `Experts._grouped` gets the name of the layer that it computes.
+            num_calls = int(not any(isinstance(x, str) and x == "linear_fc2" for x in args))
+            self._depth += num_calls
+            try:
+                return call(*args, **more)
+            finally:
+                self._depth -= num_calls
+
+        return marked

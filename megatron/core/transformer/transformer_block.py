@@ -23,7 +23,7 @@ from megatron.core.packed_seq_params import AttentionMask
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.activation_offload import ActivationOffload
+from megatron.core.transformer.activation_offload import ActivationOffload, ModuleOffload
 from megatron.core.transformer.config.attention import LINEAR_VARIANTS
 from megatron.core.transformer.cuda_graphs import LayerGraphs
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
@@ -128,7 +128,7 @@ class TransformerBlock(MegatronModule):
             whole = config.graph_scope == "full"
             num_steps = config.cuda_graph_warmup_steps
             self.graphs = LayerGraphs(self.layers, num_steps, whole=whole)
-        self.offload = _offload_of(config)
+        self.offload = _offload_of(config, self.layers)
 
         takers = [
             "defers_sum" in inspect.signature(type(layer).forward).parameters
@@ -298,8 +298,17 @@ class TransformerBlock(MegatronModule):
         return stream
 
 
-def _offload_of(config: TransformerConfig) -> ActivationOffload | None:
-    """Return the offloader of --cpu-offloading; None without it or if device and host are one."""
-    if not config.cpu_offloading or not device.host_is_apart():
+def _offload_of(config: TransformerConfig, layers: nn.ModuleList) -> ActivationOffload | None:
+    """Return what offloads activations; None without a flag or if device and host are one."""
+    if not device.host_is_apart():
+        return None
+    if config.fine_grained_activation_offloading:
+        return ModuleOffload(
+            layers,
+            config.offload_modules,
+            config.activation_offload_fraction,
+            config.min_offloaded_tensor_size,
+        )
+    if not config.cpu_offloading:
         return None
     return ActivationOffload(config.cpu_offloading_num_layers * config.cpu_offloading_activations)

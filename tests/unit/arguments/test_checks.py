@@ -233,6 +233,7 @@ BESIDE = {
     "error_injection_rate": "--rerun-mode disabled",
     "rehearse_memory": "--skip-train",
     "cpu_offloading": "--cpu-offloading-num-layers 1",
+    "fine_grained_activation_offloading": "--offload-modules core_attn",
     "overlap_param_gather": "--overlap-grad-reduce",
     "overlap_param_gather_with_optimizer_step": "--overlap-param-gather --overlap-grad-reduce",
     "reset_position_ids": "--position-embedding-type rope",

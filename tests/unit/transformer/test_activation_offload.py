@@ -19,13 +19,21 @@ from megatron.core import device
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.transformer import activation_offload
-from megatron.core.transformer.activation_offload import _OffloadedStorage
+from megatron.core.transformer.activation_offload import MODULES, _OffloadedStorage
+from megatron.core.transformer.config.execution import OFFLOAD_MODULES
 from tests.distributed.test_tensor_parallel_model import build, loss_and_gradients
 from tests.support.one_process import one_process_groups
 from tests.support.ranks import run_ranks
 from tests.support.runs import TINY, train_gpt
 
 OFFLOAD = {"cpu_offloading": True, "cpu_offloading_num_layers": 2}
+MODULE_FLAGS = (
+    "--fine-grained-activation-offloading",
+    "--offload-modules",
+    "qkv_linear",
+    "core_attn",
+    "mlp_norm",
+)
 LARGE = 1024  # bytes
 
 
@@ -99,6 +107,39 @@ def test_activations_that_were_away_give_the_same_bits(
     assert sum(num_bytes) > 2 * 8 * hidden, "inputs of norms and products, and more"
 
 
+HIDDEN = 16 * 2 * 32 * 8  # bytes of hidden states
+BYTES = {  # that a layer saves in each module; each token goes to two experts
+    "attn_norm": HIDDEN,
+    "qkv_linear": HIDDEN,
+    "core_attn": range(4 * HIDDEN, 6 * HIDDEN),
+    "attn_proj": HIDDEN,
+    "mlp_norm": HIDDEN,
+    "expert_fc1": 2 * HIDDEN,
+    "moe_act": range(8 * HIDDEN, 20 * HIDDEN),
+}
+
+
+@pytest.mark.feature("Memory: activations of chosen modules in host memory, the same bits")
+def test_modules_whose_activations_were_away_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert BYTES.keys() == MODULES.keys() == {*OFFLOAD_MODULES}
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2}
+    loss, grads, _ = trained(**experts)
+    sizes = count_bytes(monkeypatch)
+    flags = {"fine_grained_activation_offloading": True, "min_offloaded_tensor_size": LARGE // 8}
+    for module, expected in BYTES.items():
+        away_loss, away_grads, _ = trained(**experts, **flags, offload_modules=(module,))
+        assert torch.equal(away_loss, loss)
+        for name, grad in grads.items():
+            assert torch.equal(away_grads[name], grad), (module, name)
+        of_layer = sum(sizes) // 2  # the last of three layers keeps its own
+        assert of_layer in expected if isinstance(expected, range) else of_layer == expected, module
+        sizes.clear()
+    trained(**experts, **flags, offload_modules=("mlp_norm",), activation_offload_fraction=0.5)
+    assert sizes == [HIDDEN]
+
+
 def test_backward_reads_what_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[_OffloadedStorage] = []
     leave = _OffloadedStorage.leave
@@ -159,6 +200,7 @@ def test_several_micro_batches_in_flight_do_not_mix(tmp_path: Path) -> None:
     for name, more in (
         ("plain", ()),
         ("away", ("--cpu-offloading", "--cpu-offloading-num-layers", "2")),
+        ("modules away", (*MODULE_FLAGS, "--min-offloaded-tensor-size", "1")),
     ):
         path = tmp_path / name
         flags = "--num-layers 4 --pipeline-model-parallel-size 2 --train-iters 2 --eval-iters 0"
@@ -166,4 +208,4 @@ def test_several_micro_batches_in_flight_do_not_mix(tmp_path: Path) -> None:
         run_ranks(pipeline, 2, [*words, *more])
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         found.append([(line["lm loss"], line["grad-norm"]) for line in lines])
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]

@@ -317,6 +317,9 @@ _FEATURES = (
            "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d", is_layout=True),
     _drawn("activations", "activations-on-host",
            "--cpu-offloading --cpu-offloading-num-layers 1", is_layout=True),
+    _drawn("activations", "modules-on-host",
+           "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --offload-modules "
+           "attn_norm qkv_linear core_attn attn_proj mlp_norm", is_layout=True),
     _drawn("graphs", "graphs", f"{GRAPHS} full", is_layout=True),
     _drawn("graphs", "graphs-of-attention", f"{GRAPHS} attn", is_layout=True),
     _drawn("codes", "fp8-delayed", f"{WIDE} --fp8-format hybrid --fp8-amax-history-len 2"),

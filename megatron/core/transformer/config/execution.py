@@ -12,6 +12,16 @@ from megatron.core.config.option import option
 from megatron.core.model_parallel_config import as_tuple
 
 _training = partial(option, group="training")
+_network = partial(option, group="network size")
+OFFLOAD_MODULES = (
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "expert_fc1",
+    "moe_act",
+)
 
 
 @dataclass(kw_only=True)
@@ -53,6 +63,40 @@ class RecomputeConfig:
         at_least=1,
     )
 
+    fine_grained_activation_offloading: bool = _network(
+        False,
+        "Offload what --offload-modules save for backward to host memory, in all layers of a "
+        "stage but the last.",
+    )
+    offload_modules: tuple[str, ...] = _network(
+        (),
+        "Modules of a layer for --fine-grained-activation-offloading.",
+        choices=OFFLOAD_MODULES,
+        nargs="+",
+    )
+    activation_offload_fraction: float = _network(
+        1.0, "Fraction of the layers in which --offload-modules are offloaded, from the first on."
+    )
+    min_offloaded_tensor_size: int = _network(
+        1024 * 1024,
+        "Fewest values of a tensor that --fine-grained-activation-offloading offloads.",
+        at_least=1,
+    )
+    delay_offload_until_cuda_graph: bool = _network(
+        False,
+        "Start to offload where a CUDA graph is replayed.",
+        ignored="offloading of activations excludes CUDA graphs",
+    )
+    fine_grained_offloading_max_inflight_offloads: int | None = _network(
+        None,
+        "Limit of copies to the host at a time.",
+        ignored="the device frees what a layer saved after the next layer's forward pass",
+    )
+    delta_offload_bytes_across_pp_ranks: int = _network(
+        0,
+        "Bytes that a pipeline stage offloads less than the stage before.",
+        ignored="each stage offloads the same modules",
+    )
     loss_chunk_size: int | None = _training(
         None,
         "Tokens per chunk of logits in the loss; backward recomputes them. 0: one chunk. If "

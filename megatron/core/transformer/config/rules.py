@@ -10,6 +10,7 @@ from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan import wrong_chunks
 from megatron.core.transformer.config.attention import KDA, LINEAR_VARIANTS, SPARSE_VARIANT
+from megatron.core.transformer.config.memory_rules import MEMORY_RULES, OFFLOADS
 from megatron.core.transformer.layer_layout import (
     has_explicit_layout,
     has_linear_attention,
@@ -87,7 +88,7 @@ _ARCHITECTURE = rules(
                 and (
                     "--enable-cuda-graph"
                     if c.uses_graphs
-                    else given("--cpu-offloading --recompute-granularity full")(c)
+                    else given(f"{OFFLOADS} --recompute-granularity full")(c)
                 )
             ),
         },
@@ -556,66 +557,6 @@ _OVERLAP = where(
 
 # ---- execution and precision ---------------------------------------------------------------------
 
-_MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj")
-_MODULE_NEEDS = {
-    "moe": "--num-experts",
-    "moe_act": "--num-experts",
-    "shared_experts": "--moe-shared-expert-intermediate-size",
-    "mla_up_proj": "--multi-latent-attention",
-}
-
-_RECOMPUTATION = rules(
-    where(
-        "--recompute-granularity full",
-        {
-            "--recompute-granularity full needs --recompute-method uniform or block": lambda c: (
-                c.recompute_method is None
-            ),
-            "--recompute-granularity full needs --recompute-num-layers": None,
-        },
-    ),
-    where(
-        "--recompute-granularity selective",
-        {"{found} needs --recompute-granularity full": "--recompute-num-layers"},
-    ),
-    {
-        "--recompute-modules {found[0]} needs {found[1]}: add it; core_attn and layernorm are in "
-        "every transformer layer": lambda c: [
-            (module, flag)
-            for module, flag in _MODULE_NEEDS.items()
-            if module in c.modules_to_recompute and not given(flag)(c)
-        ],
-        f"--recompute-modules {{found}}: use {', '.join(_MODULES)}": lambda c: " ".join(
-            name for name in c.modules_to_recompute if name not in _MODULES
-        ),
-        "--distribute-saved-activations and --sequence-parallel exclude each other: keep "
-        "--sequence-parallel, which already shards hidden states over the same ranks": None,
-        # the chunks of the logits are freed before that gradient would be computed
-        "{--loss-chunk-size} and --defer-embedding-wgrad-compute exclude each other: keep the "
-        "first to save the memory of the logits, the second to defer the output layer's weight "
-        "gradient into "
-        "the pipeline bubble": lambda c: c.loss_chunk_size and c.defer_embedding_wgrad_compute,
-    },
-)
-
-_OFFLOADING = where(
-    "--cpu-offloading",
-    {
-        # backward needs the last layers right away
-        "{--cpu-offloading-num-layers} of {--num-layers}: with --cpu-offloading use 1 or more, but "
-        "not all layers": lambda c: not 0 < c.cpu_offloading_num_layers < max(2, c.num_layers),
-        "--cpu-offloading and {--recompute-granularity} exclude each other: keep the first to move "
-        "activations to host memory, the second to compute them again in backward": (
-            "--recompute-granularity"
-        ),
-        "--cpu-offloading and --enable-cuda-graph exclude each other: keep the first to move "
-        "activations to host memory, the second to reduce launch overhead": lambda c: c.uses_graphs,
-        "--cpu-offloading and --overlap-moe-expert-parallel-comm exclude each other: keep the "
-        "first to move activations to host memory, "
-        "the second to overlap the experts' all-to-all": None,
-    },
-)
-
 _GRAPHS = rules(
     {
         "--enable-cuda-graph and --external-cuda-graph enable "
@@ -655,8 +596,7 @@ RULES = rules(
     _BALANCING,
     _DISPATCHER,
     _OVERLAP,
-    _RECOMPUTATION,
-    _OFFLOADING,
+    [*MEMORY_RULES],
     _GRAPHS,
     _PRECISION,
 )

@@ -520,8 +520,8 @@ _RETRO = where(
             *given(
                 "--num-experts --multi-latent-attention --mtp-num-layers --lora-rank "
                 "--heterogeneous-layers-config-path --reset-attention-mask --reset-position-ids "
-                "--cpu-offloading --multiple-validation-sets --phase-transition-iterations "
-                "--dataset-type"
+                "--cpu-offloading --fine-grained-activation-offloading --multiple-validation-sets "
+                "--phase-transition-iterations --dataset-type"
             )(c),
             *given("--spec", lambda spec: spec and spec[0] != "local")(c),
             *given("--position-embedding-type", lambda name: name in ("alibi", "mrope"))(c),

@@ -31,9 +31,9 @@ def _optimizer_of_vectors(c: Settings) -> object:
 NEEDS_GPU = needs(
     "a GPU",
     "optimizer_cpu_offload enable_cuda_graph external_cuda_graph cuda_graph_impl cpu_offloading "
-    "moe_grouped_gemm record_memory_history high_priority_stream_groups "
-    "nccl_communicator_config_path "
-    "moe_router_fusion nccl_ub tp_comm_overlap",
+    "fine_grained_activation_offloading moe_grouped_gemm record_memory_history "
+    "high_priority_stream_groups nccl_communicator_config_path moe_router_fusion nccl_ub "
+    "tp_comm_overlap",
     lambda c: c.device != CPU,
 )
 
@@ -101,6 +101,8 @@ _FLAGS_NEEDED = parse_table(
 --fp8-format and --fp8-recipe delayed | fp8_margin fp8_amax_history_len fp8_amax_compute_algo
 --first-last-layers-bf16 | num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
 --cpu-offloading | cpu_offloading_num_layers
+--fine-grained-activation-offloading | offload_modules activation_offload_fraction
+    min_offloaded_tensor_size
 --enable-cuda-graph or --external-cuda-graph | cuda_graph_warmup_steps cuda_graph_scope
     cuda_graph_modules
 --manual-gc | manual_gc_interval manual_gc_eval

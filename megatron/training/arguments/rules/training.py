@@ -456,9 +456,10 @@ _EXECUTION = rules(
             c.distribute_saved_activations
             and (c.tensor_model_parallel_size == 1 or c.recompute_granularity != "full")
         ),
-        "--cpu-offloading and fully sharded parameters (FSDP) exclude each other: keep the first "
-        "to move activations to host memory, the second to "
-        "shard parameters": lambda c: c.cpu_offloading and c.is_fully_sharded,
+        "{found} and fully sharded parameters (FSDP) exclude each other: keep the first "
+        "to move activations to host memory, the second to shard parameters": lambda c: (
+            c.is_fully_sharded and given("--cpu-offloading --fine-grained-activation-offloading")(c)
+        ),
     },
     # Checks of results make the host wait for each result, which capture does not allow.
     where(
