@@ -1,4 +1,4 @@
-"""Arrange the embeddings of an image's tiles as LLaVA-NeXT does: row by row over all tiles.
+"""Arrange the embeddings of an image in rows with ends: LLaVA-NeXT's tiles, Pixtral's patches.
 
 It imports no torch, as the process that reads prompts does not.
 """
@@ -13,7 +13,29 @@ from math import isqrt
 import numpy as np
 import numpy.typing as npt
 
-NEWLINE = -1  # in an order: the learned embedding at the end of a row
+NEWLINE = -1  # in an order: the embedding at the end of a row
+LAST = -2  # in an order: the embedding at the end of the last row, if that is another one
+
+
+@dataclass(frozen=True)
+class EndedRows:
+    """Embeddings of one image, row by row; `NEWLINE` ends each row, and `LAST` the last one."""
+
+    rows: int
+    columns: int
+
+    @property
+    def num_tiles(self) -> int:
+        """Number of blocks of patches, each of which has an embedding."""
+        return self.rows * self.columns
+
+    @cached_property
+    def order(self) -> npt.NDArray[np.int64]:
+        """See `TileArrangement.order`."""
+        grid = np.arange(self.num_tiles, dtype=np.int64).reshape(self.rows, self.columns)
+        order = np.pad(grid, ((0, 0), (0, 1)), constant_values=NEWLINE).ravel()
+        order[-1] = LAST
+        return order
 
 
 @dataclass(frozen=True)

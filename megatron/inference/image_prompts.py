@@ -13,7 +13,6 @@ import numpy as np
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.images import ImageSettings, tile_tags
 from megatron.core.inference.paged_engine.request import PromptImage, RequestError
-from megatron.core.tile_arrangement import TileArrangement
 from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.multimodal_tokenizer import (
     IMAGE_TOKEN,
@@ -46,11 +45,8 @@ class ImageInput:
 
     def prompt_image(self, pixels: np.ndarray, image_size: tuple[int, int]) -> PromptImage:
         """Return the image of a prompt for its processed ``pixels`` and its (width, height)."""
-        size = self.settings.image_size(*image_size)
-        num_rows = len(pixels) * self.rows_per_tile
-        if self.settings.tiling == "anyres":
-            num_rows = len(TileArrangement.of_size(size, self.rows_per_tile).order)
-        return PromptImage(pixels, num_rows, size)
+        num_rows = self.settings.num_positions(*image_size, self.rows_per_tile)
+        return PromptImage(pixels, num_rows, self.settings.image_size(*image_size))
 
 
 class ImagePrompts:

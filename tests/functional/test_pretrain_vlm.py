@@ -85,25 +85,39 @@ GEMMA3 = (
 )
 
 
-@pytest.mark.feature("Vision: pretrain_vlm.py trains Gemma-3, in every layout")
+QWEN3_VL = (
+    "--vision-model-type qwen3_vl --vision-num-position-embeddings 16 --mrope-interleaved "
+    f"{MROPE} --vision-num-layers 2"
+)
+ADDED = f"{QWEN3_VL} --deepstack-visual-indexes 0 1 --num-layers 4 --recompute-vision"
+LINEAR = (
+    f"{QWEN3_VL} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 6 "
+    "--linear-value-head-dim 4 --attention-output-gate"
+)
+PIXTRAL = "--vision-model-type pixtral --position-embedding-type rope"
+NARROW = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+
+
+@pytest.mark.feature(
+    "Vision: pretrain_vlm.py trains Gemma-3, Qwen3-VL, Qwen3.5 and Mistral 3 in every layout"
+)
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     selection.first(
         1,
         [
-            (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
+            (4, NARROW),
             (4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
-            (2, "--context-parallel-size 2 --cp-comm-type allgather --use-packed-sequence"),
         ],
     ),
 )
-@pytest.mark.parametrize("kind", [GEMMA3])
+@pytest.mark.parametrize("kind", [GEMMA3, ADDED, LINEAR, PIXTRAL])
 def test_families_of_images_have_the_losses_of_one_process(
     tmp_path: Path, kind: str, ranks: int, layout: str
 ) -> None:
     given = [*FLAGS, *kind.split(), "--train-iters", "2"]
-    packing = [word for word in layout.split() if word == "--use-packed-sequence"]
-    wanted = losses(run_gpt(tmp_path / "one", *given, *packing))
+    wanted = losses(run_gpt(tmp_path / "one", *given))
     found, _ = run_gpt_in_virtual_ranks(tmp_path / "more", *given, *layout.split(), ranks=ranks)
     same(losses(found), wanted)
 
@@ -284,7 +298,7 @@ def test_patches_are_merged_in_squares_only() -> None:
 
 @pytest.mark.feature("Vision: training on image-text shards goes on exactly with other ranks")
 @pytest.mark.parametrize(
-    "tiles", selection.first(1, [ANY_SIZE, IN_ROWS, "--use-tiling --max-num-tiles 4"])
+    "tiles", selection.first(2, [ANY_SIZE, PIXTRAL, IN_ROWS, "--use-tiling --max-num-tiles 4"])
 )
 def test_shards_of_pictures_train_the_same_on_any_number_of_ranks(
     tmp_path: Path, tiles: str

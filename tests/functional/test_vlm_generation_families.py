@@ -7,12 +7,18 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.inference.paged_engine.options import EngineOptions
-from megatron.core.inference.paged_engine.request import FIRST_ID, PromptImage
+from megatron.core.inference.paged_engine.request import (
+    FIRST_ID,
+    PromptImage,
+    starts_of_images,
+)
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM, PromptWithImages
 from megatron.inference.generation import GenerationLayout
@@ -40,7 +46,7 @@ def prompts() -> list[Any]:
         "5 6 7 8 9",
         PromptWithImages("5 6 7 8", [images[0]]),
         PromptWithImages("9 <image> 5 6 <image> 7 8", [images[1], images[2]]),
-        PromptWithImages("3 4 5 6 7 8 9 10 <image> 7", [images[3]]),
+        PromptWithImages("3 4 5 6 7 8 9 11 <image> 7", [images[3]]),
         PromptWithImages("5 <image> 6 <image> 2 <image>", [images[0], images[0], images[1]]),
         PromptWithImages("5 6 7 8", [images[0]]),
     ]
@@ -97,11 +103,28 @@ def rows_of_prompts(rank: int, world_size: int, load: str) -> list[tuple[Any, An
     return found
 
 
+def whole_image(image: PromptImage) -> Tensor:
+    """Return the pixels [3, H, W] whose blocks of patches of 4 x 4 pixels are given."""
+    _, h, w = image.size
+    blocks = torch.from_numpy(image.pixels).view(h // 2, w // 2, 2, 2, 3, 4, 4)
+    return blocks.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, 4 * h, 4 * w)
+
+
+def padded_batch(images: Sequence[Tensor]) -> Tensor:
+    """Return images [3, h, w] with zeros to the right and below: [n, 3, H, W]."""
+    height, width = (max(image.shape[dim] for image in images) for dim in (1, 2))
+    return torch.stack([F.pad(x, (0, width - x.shape[2], 0, height - x.shape[1])) for x in images])
+
+
 def inputs_of(model: Any, images: Sequence[PromptImage]) -> dict[str, Tensor]:
     """Return the arguments of transformers' models for images."""
     if not images:
         return {}
     pixels = [torch.from_numpy(image.pixels) for image in images]
+    if "Mistral3" in type(model).__name__:
+        whole = [whole_image(image) for image in images]
+        sizes = torch.tensor([image.shape[1:] for image in whole])
+        return {"pixel_values": padded_batch(whole), "image_sizes": sizes}
     sizes = torch.tensor([image.size for image in images])
     if not images[0].size:
         return {"pixel_values": torch.cat(pixels)}
@@ -124,6 +147,12 @@ def of_transformers(
     token = model.config.image_token_id
     ids = [token if i >= FIRST_ID else i for i in rows]
     more = inputs_of(model, images)
+    if "Mistral3" in type(model).__name__:  # tokens of text end the rows of an image
+        for start, image in zip(starts_of_images(np.array(rows)), images, strict=True):
+            step = image.size[2] // 2 + 1
+            ends = range(start + step - 1, start + image.num_rows, step)
+            for place in ends:
+                ids[place] = 13 if place == ends[-1] else 12
     found = []
     for _ in range(NUM_NEW):
         row = torch.tensor([ids])
@@ -137,7 +166,8 @@ def of_transformers(
 
 
 @pytest.mark.feature(
-    "Generation: LLaVA-NeXT, Qwen2-VL and Gemma-3 write the tokens of transformers' models"
+    "Generation: LLaVA-NeXT, Qwen2-VL, Gemma-3, Qwen3-VL, Qwen3.5 and Mistral 3 write the tokens "
+    "of transformers' models about images"
 )
 def test_tokens_are_those_of_transformers_in_every_layout(folders: tuple[Any, str]) -> None:
     model, load = folders

@@ -24,7 +24,7 @@ MULTIMODAL = (
 
 RADIO = (
     "runs with the encoder RADIO are not available in this program; use clip, siglip, internvit "
-    "or qwen2_vl, or build megatron.core.models.vision.radio.RADIOViTModel in a script"
+    "or qwen3_vl, or build megatron.core.models.vision.radio.RADIOViTModel in a script"
 )
 
 # ---- refused: not part of this project -----------------------------------------------------

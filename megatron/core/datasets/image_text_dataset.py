@@ -39,7 +39,6 @@ from megatron.core.datasets.megatron_dataset import (
 )
 from megatron.core.datasets.packing import RowPlan, pack_samples
 from megatron.core.datasets.tar_shards import TarSample, TarShards
-from megatron.core.tile_arrangement import TileArrangement
 
 _NO_LOSS = -100  # target of a token without loss, as tokenize_conversation returns it
 
@@ -200,11 +199,8 @@ class ImageTextDataset(ReplacedSamples):
         counts = [settings.num_tiles(*size) for size in sizes]
         ids, target, tiles = self._with_tiles(ids, target, counts)
         positions = np.where(tiles > 0, tiles * per_tile, 1)
-        if settings.tiling == "anyres":
-            arrangements = (
-                TileArrangement.of_size(settings.image_size(*size), per_tile) for size in sizes
-            )
-            positions[tiles > 0] = [len(each.order) for each in arrangements]
+        if not self.config.use_tile_tags:  # else each tile is a token of its own
+            positions[tiles > 0] = [settings.num_positions(*size, per_tile) for size in sizes]
         end = min(len(positions), self.config.sequence_length)
         if self.config.decoder_sequence_length is not None:  # an image is complete or left out
             room = self.config.decoder_sequence_length

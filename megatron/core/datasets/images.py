@@ -26,6 +26,7 @@ import numpy as np
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.optional import require
+from megatron.core.tile_arrangement import TileArrangement
 
 # Without formats such as EPS, for which Pillow starts another program.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
@@ -215,16 +216,17 @@ def tile_tags(num_tiles: int, ends_with_whole_image: bool) -> list[str]:
 
 MERGE = 2  # neighbours in each direction that become one embedding of the language model
 FRAMES = 2  # of a patch; an image is a video of two equal frames
-_LEAST_BLOCKS = 4  # of an image; smaller ones are magnified
 _MOST_ELONGATED = 200  # longer side : shorter side
 
 
-def size_in_blocks(size: tuple[int, int], block: int, max_blocks: int) -> tuple[int, int]:
+def size_in_blocks(
+    size: tuple[int, int], block: int, max_blocks: int, least_blocks: int = 4
+) -> tuple[int, int]:
     """Return (columns, rows) of blocks for an image of ``size`` (width, height) in pixels.
 
-    Each side is rounded to a multiple of ``block`` pixels.  If these are fewer than 4 or more than
-    ``max_blocks`` blocks, both sides are scaled by the same factor first.  Raises DataError for an
-    image that is more than 200 times longer than wide.
+    Each side is rounded to a multiple of ``block`` pixels.  If these are fewer than
+    ``least_blocks`` or more than ``max_blocks`` blocks, both sides are scaled by the same factor
+    first.  Raises DataError for an image that is more than 200 times longer than wide.
     """
     width, height = size
     if max(size) > _MOST_ELONGATED * min(size):
@@ -236,21 +238,28 @@ def size_in_blocks(size: tuple[int, int], block: int, max_blocks: int) -> tuple[
     if columns * rows > max_blocks:
         scale = math.sqrt(width * height / (max_blocks * block**2))
         columns, rows = (max(1, math.floor(side / scale / block)) for side in size)
-    elif columns * rows < _LEAST_BLOCKS:
-        scale = math.sqrt(_LEAST_BLOCKS * block**2 / (width * height))
+    elif columns * rows < least_blocks:
+        scale = math.sqrt(least_blocks * block**2 / (width * height))
         columns, rows = (math.ceil(side * scale / block) for side in size)
     return columns, rows
 
 
-def patches_of(pixels: np.ndarray, patch_dim: int) -> np.ndarray:
+def fitting_blocks(size: tuple[int, int], block: int, largest: tuple[int, int]) -> tuple[int, int]:
+    """Return (columns, rows) of blocks that cover an image, scaled to fit ``largest`` (Pixtral)."""
+    scale = max(1, *(side / most for side, most in zip(size, largest, strict=True)))
+    columns, rows = (max(1, -(-math.floor(side / scale) // block)) for side in size)
+    return columns, rows
+
+
+def patches_of(pixels: np.ndarray, patch_dim: int, num_frames: int = FRAMES) -> np.ndarray:
     """Return the values of the patches of an image [3, H, W]: f32 [g, 4, 3 f p p] for f frames."""
     _, height, width = pixels.shape
     side = MERGE * patch_dim
     blocks = pixels.reshape(
         3, height // side, MERGE, patch_dim, width // side, MERGE, patch_dim
     ).transpose(1, 4, 2, 5, 0, 3, 6)
-    frames = np.stack([blocks] * FRAMES, 5)
-    return np.ascontiguousarray(frames).reshape(-1, MERGE**2, 3 * FRAMES * patch_dim**2)
+    frames = np.stack([blocks] * num_frames, 5)
+    return np.ascontiguousarray(frames).reshape(-1, MERGE**2, 3 * num_frames * patch_dim**2)
 
 
 Triple = tuple[float, float, float]
@@ -263,6 +272,9 @@ class PixelStatistics:
     mean: Triple
     std: Triple
     resample: Literal["bicubic", "bilinear"] = "bicubic"
+    frames: int = FRAMES  # of a patch
+    least_blocks: int = 4  # of an image of any size; smaller ones are magnified
+    ends_rows: bool = False  # an embedding ends each row; no image is magnified
 
 
 _CLIP = PixelStatistics((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
@@ -279,6 +291,8 @@ STATISTICS = {
     "vit": PixelStatistics(_HALF.mean, _HALF.std, "bilinear"),
     "gemma3": PixelStatistics(_HALF.mean, _HALF.std, "bilinear"),
     "qwen2_vl": _CLIP,
+    "qwen3_vl": PixelStatistics(_HALF.mean, _HALF.std, least_blocks=64),
+    "pixtral": PixelStatistics(_CLIP.mean, _CLIP.std, frames=1, ends_rows=True),
 }
 
 
@@ -326,7 +340,11 @@ class ImageSettings:
             return 1, 1
         if self.tiling == "patches":
             block = MERGE * self.patch_dim
-            return size_in_blocks((width, height), block, self.img_h * self.img_w // block**2)
+            if self._statistics.ends_rows:
+                return fitting_blocks((width, height), block, (self.img_w, self.img_h))
+            most = self.img_h * self.img_w // block**2
+            least = min(self._statistics.least_blocks, most)
+            return size_in_blocks((width, height), block, most, least)
         choose = area_weighted_grid if self.use_area_weighted_aspect_ratio else closest_grid
         return choose((width, height), (self.img_w, self.img_h), self.max_num_tiles)
 
@@ -337,6 +355,14 @@ class ImageSettings:
             return 1 + columns * rows
         has_thumbnail = self.use_thumbnail and self.tiling == "dynamic" and columns * rows > 1
         return columns * rows + has_thumbnail
+
+    def num_positions(self, width: int, height: int, per_tile: int) -> int:
+        """Return how many positions of a row an image takes, with ``per_tile`` of a tile."""
+        if self.tiling == "anyres":
+            size = self.image_size(width, height)
+            return len(TileArrangement.of_size(size, per_tile).order)
+        ends = self.grid(width, height)[1] if self._statistics.ends_rows else 0
+        return self.num_tiles(width, height) * per_tile + ends
 
     def image_size(self, width: int, height: int) -> tuple[int, ...]:
         """Return what a model must know of an image of this size in pixels.
@@ -353,7 +379,7 @@ class ImageSettings:
     def tile_shape(self) -> tuple[int, ...]:
         """Shape of a tile's values, or of those of a block of patches."""
         if self.tiling == "patches":
-            return MERGE**2, 3 * FRAMES * self.patch_dim**2
+            return MERGE**2, 3 * self._statistics.frames * self.patch_dim**2
         return 3, self.img_h, self.img_w
 
     def ends_with_whole_image(self, num_tiles: int) -> bool:
@@ -385,7 +411,8 @@ class ImageSettings:
         elif self.tiling == "patches":
             block = MERGE * self.patch_dim
             scaled = self._resized(rgb, (columns * block, rows * block))
-            return patches_of(self._normalized([scaled])[0], self.patch_dim)
+            pixels = self._normalized([scaled])[0]
+            return patches_of(pixels, self.patch_dim, self._statistics.frames)
         elif self.tiling == "anyres":
             tiles = [self._resized(rgb, tile), *self._tiles(self._padded(rgb, canvas_size))]
         else:

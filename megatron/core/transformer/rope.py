@@ -323,7 +323,10 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
 
     Consecutive sections of the channel pairs are rotated by time, height and width in turn.  For
     text all three are the token's position, and the rotation is that of `RotaryEmbedding`.
+    ``has_mixed_sections``: neighboring pairs have turns instead, as long as each section lasts.
     """
+
+    has_mixed_sections = False
 
     def forward(self, position_ids: Tensor, mrope_section: Sequence[int]) -> Tensor:  # type: ignore[override]
         """Return the rotation angle of each channel: [3, b, s] -> [s, b, 1, r] float32.
@@ -343,8 +346,16 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
 
     def _channel_angles(self, position_ids: Tensor, sections: Sequence[int]) -> Tensor:
         """Return [s, b, 1, r]; the list of sections applies twice, once to each half."""
-        parts = self._of_channels(self.angles(position_ids, 0)).split([*sections, *sections], -1)
-        chosen = torch.cat([part[i % 3] for i, part in enumerate(parts)], -1)
+        angles = self.angles(position_ids, 0)
+        if self.has_mixed_sections:
+            chosen = angles[0].clone()
+            for axis in (1, 2):
+                pairs = slice(axis, 3 * sections[axis], 3)
+                chosen[..., pairs] = angles[axis][..., pairs]
+            chosen = self._of_channels(chosen)
+        else:
+            parts = self._of_channels(angles).split([*sections, *sections], -1)
+            chosen = torch.cat([part[i % 3] for i, part in enumerate(parts)], -1)
         return chosen.transpose(0, 1).unsqueeze(2)
 
 

@@ -6,7 +6,7 @@ Hidden states are [s, b, h], or [s/tp, b, h] under sequence parallelism.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -58,6 +58,16 @@ class Span(NamedTuple):
     start: int
     stop: int
     is_recomputed: bool  # full recomputation in backward
+
+
+def cut_spans(spans: Iterable[Span], visited: Iterable[int]) -> Iterator[Span]:
+    """Yield ``spans``, divided behind each layer of ``visited``."""
+    for span in spans:
+        inner = sorted(n + 1 for n in visited if span.start <= n < span.stop - 1)
+        yield from (
+            Span(first, stop, span.is_recomputed)
+            for first, stop in pairwise([span.start, *inner, span.stop])
+        )
 
 
 def block_submodules(
@@ -217,11 +227,14 @@ class TransformerBlock(MegatronModule):
         attention_mask: AttentionMask | None = None,
         *,
         inference_context: KVCache | None = None,
+        visit: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
         **more: object,
     ) -> Tensor:
         """Run the layers: [s, b, h] -> [s, b, h]; later stages ignore the argument.
 
-        ``more``: further arguments of `TransformerLayer.forward`.
+        ``visit``: index of a layer of this stage -> function of the hidden states after it, which
+        returns those that the next layer gets; without graphs and offloading.  ``more``: further
+        arguments of `TransformerLayer.forward`.
         """
         if not self.pre_process:
             # Keep no reference, so that backward can free the tensor.
@@ -242,8 +255,10 @@ class TransformerBlock(MegatronModule):
         if self.pre_process and self.config.enable_mhc_connections:
             hidden_states = hidden_states.repeat(1, 1, self.config.mhc_num_residual_streams)
         stream: Stream = hidden_states
-        for span in self._spans():
+        for span in self._spans() if visit is None else cut_spans(self._spans(), visit):
             stream = self._run_span(span, stream, shared)
+            if visit is not None and span.stop - 1 in visit:
+                stream = visit[span.stop - 1](summed(stream))
         if self.hyper_head is not None:
             (stream,) = self.hyper_head(summed(stream))
         if self.final_layernorm is None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.dist_checkpointing.plain_values import plain
+from megatron.core.models.vision.kinds import KINDS
 from megatron.core.quantization.quant_config import is_text_of_globs
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, layer_pattern
 from megatron.core.transformer.config.attention import LINEAR_VARIANTS, SPARSE_VARIANT
@@ -83,8 +84,10 @@ IMAGES = tuple(
     img_h img_w patch_dim vision_model_type vision_num_layers vision_hidden_size
     vision_ffn_hidden_size vision_num_attention_heads vision_projection_type
     disable_vision_class_token pixel_shuffle image_grid_pinpoints pooled_image_embeddings
+    vision_num_position_embeddings deepstack_visual_indexes image_row_end_tokens
     """.split()
 )
+ANY_SIZE = tuple(name for name, kind in KINDS.items() if kind.reads_any_size)
 MIMO = ("model_provider", "image_size", "image_token_id", "hf_assign_unused_tokens")
 _RECIPE = "export_quant_cfg"
 _QUANTIZATION_PATH = "kitchen_config_file"
@@ -103,7 +106,8 @@ FORCED = (
     softmax_scale softmax_type
     position_embedding_type add_position_embedding use_rotary_position_embeddings rotary_base
     rotary_percent rotary_interleaved rope_type no_rope_freq use_rope_scaling
-    rope_scaling_factor rotary_seq_len_interpolation_factor mrope_section window_rotary_base
+    rope_scaling_factor rotary_seq_len_interpolation_factor mrope_section mrope_interleaved
+    window_rotary_base
     relu squared_relu swiglu openai_gelu geglu quick_geglu bias_gelu_fusion
     activation_func_clamp_value glu_linear_offset moe_layer_freq moe_token_dispatcher_type
     moe_grouped_gemm moe_apply_probs_on_input
@@ -285,7 +289,7 @@ def check_kind(asked: Arguments, wanted: str | None) -> None:
 
 
 def _forced(namespace: argparse.Namespace, asked: Arguments) -> Iterable[str]:
-    reads_any_size = asked.get("vision_model_type") == "qwen2_vl"  # then they bound its area
+    reads_any_size = asked.get("vision_model_type") in ANY_SIZE  # then they bound its area
     omitted = {"img_h", "img_w"} if reads_any_size else set()
     if asked.get("lora_rank") is None:  # the base of this run's adapters
         omitted |= set(ADAPTERS)
@@ -435,7 +439,7 @@ def _is_read(name: str, values: Arguments) -> bool:
     kind = model_kind(values["model_kind"])
     conditions = (
         (_ROTARY, is_latent or values["position_embedding_type"] in ("rope", "mrope")),
-        ("mrope_section", values["position_embedding_type"] == "mrope"),
+        ("mrope_", values["position_embedding_type"] == "mrope"),
         (YARN, values["rope_type"] == "yarn"),
         ("rope_scaling_factor", bool(values["use_rope_scaling"])),
         ("relative_attention_", values["position_embedding_type"] == "relative"),
@@ -453,7 +457,7 @@ def _is_read(name: str, values: Arguments) -> bool:
         ),
         ("bias_gelu_fusion", not any(values[name] for name in _NO_PLAIN_GELU)),
         (("decoder_num_layers", "decoder_seq_length"), kind.has_encoder),
-        (("img_h", "img_w"), values["vision_model_type"] != "qwen2_vl"),
+        (("img_h", "img_w"), values["vision_model_type"] not in ANY_SIZE),
         (IMAGES, kind.reads_images or kind.classifies_images),
         ((*TILES, "dataloader_seq_length"), kind.reads_images),
         ("num_classes", kind.classifies_images),

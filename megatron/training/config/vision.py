@@ -13,7 +13,7 @@ from megatron.core.config.option import MAX_LAYERS, option
 _vision = partial(option, group="vision")
 ENCODERS = (
     *("clip", "siglip", "siglip_without_norm", "internvit", "internvit300M", "vit", "gemma3"),
-    "qwen2_vl",
+    *("qwen2_vl", "qwen3_vl", "pixtral"),
 )
 # The library has RADIO; no run trains with it.
 _RADIO = dict.fromkeys(("radio", "radio-g", "cradio-g"), flag_messages.RADIO)
@@ -23,8 +23,9 @@ _RADIO = dict.fromkeys(("radio", "radio-g", "cradio-g"), flag_messages.RADIO)
 class VisionConfig:
     img_h: int = _vision(
         224,
-        "Height of images in pixels; with --vision-model-type qwen2_vl images keep their shape, "
-        "and --img-h times --img-w is their largest area.",
+        "Height of images in pixels; with --vision-model-type qwen2_vl, qwen3_vl or pixtral they "
+        "keep their shape, and --img-h times --img-w is their largest area, or with pixtral both "
+        "are their longest sides.",
         at_least=1,
     )
     img_w: int = _vision(224, "Width of images in pixels; see --img-h.", at_least=1)
@@ -74,6 +75,27 @@ class VisionConfig:
         "Embeddings of an image with --vision-model-type gemma3, a square number: squares of "
         "neighbors are averaged.",
         at_least=1,
+    )
+    vision_num_position_embeddings: int = _vision(
+        2304,
+        "Learned positions of --vision-model-type qwen3_vl, a square number; they are interpolated "
+        "to the size of each image.",
+        at_least=1,
+    )
+    deepstack_visual_indexes: tuple[int, ...] = _vision(
+        (),
+        "Layers of the encoder of --vision-model-type qwen3_vl, from 0, whose outputs are "
+        "projected and added to the hidden states after the first layers of the language model "
+        "(DeepStack).",
+        nargs="+",
+        at_least=0,
+    )
+    image_row_end_tokens: tuple[int, ...] = _vision(
+        (12, 13),
+        "Ids of the tokens that end a row of embeddings of an image, and the last row, with "
+        "--vision-model-type pixtral.",
+        nargs="+",
+        at_least=0,
     )
     freeze_LM: bool = _vision(  # noqa: N815  Megatron-LM's name
         False, "Do not train the language model.", flag="--freeze-LM"

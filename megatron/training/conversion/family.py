@@ -450,28 +450,42 @@ TWO_ROPES = Field(
 )
 
 
-def _read_mrope(config: Config) -> Values:
-    rope = {"rope_theta": 1000000.0, **rope_of(config)}
-    sections = rope.get("mrope_section", (16, 24, 24))
-    if rope["rope_type"] not in ("default", "mrope"):
-        raise CheckpointError(
-            f"config.json has rope_type {rope['rope_type']} beside mrope_section: only default can "
-            "be converted"
-        )
-    return {
-        **_read_rope({**config, "rope_scaling": {**rope, "rope_type": "default"}}),
-        "position_embedding_type": "mrope",
-        "mrope_section": tuple(sections),
-    }
+def mrope(
+    base: float, sections: tuple[int, ...], part: float = 1.0, *, is_interleaved: bool = True
+) -> Field:
+    """Convert RoPE entries of models whose positions have a time, a height and a width.
+
+    The defaults are ``base``, ``sections`` and the rotated ``part`` of a head.
+    """
+
+    def read(config: Config) -> Values:
+        defaults = {"rope_theta": base, "partial_rotary_factor": part, "mrope_section": sections}
+        rope = rope_of({**defaults, **config})
+        if rope["rope_type"] not in ("default", "mrope"):
+            raise CheckpointError(
+                f"config.json has rope_type {rope['rope_type']} beside mrope_section: only default "
+                "can be converted"
+            )
+        return {
+            **_read_rope({**config, "rope_scaling": {**rope, "rope_type": "default"}}),
+            "position_embedding_type": "mrope",
+            "mrope_section": tuple(rope["mrope_section"]),
+            "mrope_interleaved": is_interleaved,
+        }
+
+    def write(shape: ModelShape) -> Values:
+        rope: JsonObject = {"mrope_section": list(shape.mrope_section or ())}
+        if not is_interleaved:  # the form that every version of transformers reads
+            rope["type"] = "mrope"
+            return {"rope_theta": float(shape.rotary_base), "rope_scaling": rope}
+        rope |= {"rope_type": "default", "rope_theta": float(shape.rotary_base)}
+        rope |= {"mrope_interleaved": True, "partial_rotary_factor": shape.rotary_percent}
+        return {"rope_parameters": rope}
+
+    return Field(read, write)
 
 
-MROPE = Field(
-    _read_mrope,
-    lambda shape: {  # the form that every version of transformers reads
-        "rope_theta": float(shape.rotary_base),
-        "rope_scaling": {"type": "mrope", "mrope_section": list(shape.mrope_section or ())},
-    },
-)
+MROPE = mrope(1000000.0, (16, 24, 24), is_interleaved=False)
 
 
 def windows(

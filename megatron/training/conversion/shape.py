@@ -47,7 +47,10 @@ _READ_BY_SOME: tuple[tuple[Callable[[ModelShape], object], Iterable[str]], ...] 
             *("rotary_seq_len_interpolation_factor", "without_rope"),
         ),
     ),
-    (lambda shape: shape.position_embedding_type == "mrope", ("mrope_section",)),
+    (
+        lambda shape: shape.position_embedding_type == "mrope",
+        ("mrope_section", "mrope_interleaved"),
+    ),
     (
         lambda shape: shape.position_embedding_type == "rope" and any(shape.windows),
         ("window_rotary_base",),
@@ -109,6 +112,7 @@ class ModelShape:
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
     mrope_section: tuple[int, ...] | None = None
+    mrope_interleaved: bool = False
     rope_scaling_factor: float | None = None  # of Llama 3's scaling
     rotary_seq_len_interpolation_factor: float | None = None
     longrope_short_factor: tuple[float, ...] | None = None

@@ -11,6 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore, ProcessGroup
@@ -18,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from megatron.core import optional
 from megatron.core.config.errors import CheckpointError
+from megatron.core.datasets.images import STATISTICS, patches_of
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
 from megatron.core.models.vision.kinds import KINDS
@@ -28,7 +30,7 @@ from megatron.core.tile_arrangement import TileArrangement
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion.hf_folder import read_config
 from megatron.training.models.registry import build_model_stage, model_kind_of
-from megatron.training.models.vlm import embeddings_per_tile, image_settings, sees_images_whole
+from megatron.training.models.vlm import embeddings_per_tile, ends_rows, sees_images_whole
 
 TOLERANCE = 1e-4  # relative to the largest logit, or absolute if that is below 1
 _PROMPTS, _LENGTH = 3, 16
@@ -256,9 +258,9 @@ def _with_images(
     reads_any_size = KINDS[v.vision_model_type].reads_any_size
     if reads_any_size:  # an image of 4 x 6 patches, in blocks of 2 x 2
         count = 6
-        size: tuple[int, ...] = (count * len(ids), *image_settings(v).tile_shape)
+        size: tuple[int, ...] = (len(ids), 3, 4 * v.patch_dim, 6 * v.patch_dim)
         ours["num_image_tiles"] = torch.tensor([count] * len(ids))
-        ours["image_sizes"] = theirs["image_grid_thw"] = torch.tensor([[1, 4, 6]] * len(ids))
+        ours["image_sizes"] = torch.tensor([[1, 4, 6]] * len(ids))
     else:
         count = embeddings_per_tile(v)
         size = (len(ids), 1, 3, v.img_h, v.img_w)
@@ -271,11 +273,23 @@ def _with_images(
         ours["image_sizes"] = torch.tensor([grid] * len(ids))
         theirs["image_sizes"] = torch.tensor([grid[2:]] * len(ids))
     images = torch.randn(size, generator=generator)
-    ours["images"] = images if reads_any_size else images.flatten(0, 1)
+    ours["images"] = images.flatten(0, 1)
     theirs["pixel_values"] = images if v.grids else images.flatten(0, 1)
     token, count = (DEFAULT_IMAGE_TOKEN_INDEX, 1) if their_token is None else (their_token, count)
-    rows = torch.cat([ids[:, :1], ids.new_full((len(ids), count), token), ids[:, 1:]], 1)
+    image = [token] * count
     if reads_any_size:
+        frames = STATISTICS[v.vision_model_type].frames
+        blocks = [patches_of(each.numpy(), v.patch_dim, frames) for each in images]
+        ours["images"] = torch.from_numpy(np.concatenate(blocks))
+        theirs["pixel_values"] = ours["images"].flatten(0, 1)
+    if ends_rows(v):
+        theirs |= {"pixel_values": images, "image_sizes": torch.tensor([size[2:]] * len(ids))}
+        if their_token is not None:
+            image = [x for end in v.image_row_end_tokens for x in (*[token] * 3, end)]
+    elif reads_any_size:
+        theirs["image_grid_thw"] = ours["image_sizes"]
+    rows = torch.cat([ids[:, :1], ids.new_tensor([image] * len(ids)), ids[:, 1:]], 1)
+    if reads_any_size and not ends_rows(v):
         theirs["mm_token_type_ids"] = (rows == token).int()
     if sees_images_whole(v):
         theirs["token_type_ids"] = (rows == token).int()

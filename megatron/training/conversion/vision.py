@@ -264,6 +264,73 @@ QWEN2_VL = EncoderFamily(
     layer=names_of_layer("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2"),
     layer_prefix="blocks.{}.",
 )
+
+
+def _check_axial_rope(config: Config) -> Values:
+    rope = config.get("rope_parameters") or {}
+    base = rope.get("rope_theta", config.get("rope_theta", 1e4))
+    if base != 1e4:
+        raise CheckpointError(
+            f"vision_config has rope_theta {base}: only 10000 can be converted, which is that of "
+            "the encoder here"
+        )
+    return {}
+
+
+_QWEN3_SIZES = (
+    _type("qwen3_vl"),
+    Field(_check_axial_rope),
+    same("depth", "vision_num_layers", 27),
+    same("hidden_size", "vision_hidden_size", 1152),
+    same("intermediate_size", "vision_ffn_hidden_size", 4304),
+    same("num_heads", "vision_num_attention_heads", 16),
+    same("patch_size", "patch_dim", 16),
+    same("num_position_embeddings", "vision_num_position_embeddings", 2304),
+    demand(hidden_act="gelu_pytorch_tanh", spatial_merge_size=2),
+    demand(temporal_patch_size=2, in_channels=3),
+)
+QWEN3_VL = EncoderFamily(
+    subtype="qwen3_vl",
+    fields=(
+        *_QWEN3_SIZES,
+        same("deepstack_visual_indexes", "deepstack_visual_indexes", (8, 16, 24), tuple, list),
+    ),
+    outside={
+        "conv1": "patch_embed.proj",
+        "position_embeddings": "pos_embed",
+        "ln_post": "merger.norm",
+    },
+    layer=names_of_layer(
+        *("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.linear_fc1", "mlp.linear_fc2")
+    ),
+    layer_prefix="blocks.{}.",
+)
+QWEN3_5 = replace(
+    QWEN3_VL,
+    fields=(*_QWEN3_SIZES, Field(lambda config: {"deepstack_visual_indexes": ()})),
+)
+PIXTRAL = EncoderFamily(
+    subtype="pixtral",
+    fields=(
+        _type("pixtral"),
+        Field(_check_axial_rope),
+        *sizes(24, 1024, 4096, 16, flags="vision_"),
+        image_sizes(1024, 16, _write_square),
+        demand(is_required=True, hidden_act="silu"),
+        demand(num_channels=3),
+    ),
+    outside={"conv1": "patch_conv", "ln_pre": "ln_pre"},
+    layer={
+        **names_of_layer(
+            "attention_norm",
+            "attention.q_proj attention.k_proj attention.v_proj",
+            *("attention.o_proj", "ffn_norm", "", "feed_forward.down_proj"),
+        ),
+        "mlp.linear_fc1": Rule(("feed_forward.gate_proj", "feed_forward.up_proj")),
+    },
+    layer_prefix="transformer.layers.{}.",
+    has_bias=False,
+)
 WHISPER = EncoderFamily(
     subtype="whisper",
     fields=(demand(activation_function="gelu", scale_embedding=False),),
@@ -283,6 +350,9 @@ ENCODERS = {
     "siglip_vision_model": SIGLIP,
     "internvl_vision": INTERNVIT,
     "qwen2_vl_vision": QWEN2_VL,
+    "qwen3_vl_vision": QWEN3_VL,
+    "qwen3_5_vision": QWEN3_5,
+    "pixtral": PIXTRAL,
 }
 # Their name -> their shape, from ours: some have dimensions that ours lack, or lack some of ours.
 _SHAPES: dict[str, Callable[[Sequence[int]], tuple[int, ...]]] = {
@@ -291,6 +361,7 @@ _SHAPES: dict[str, Callable[[Sequence[int]], tuple[int, ...]]] = {
     "vit.embeddings.position_embeddings": lambda ours: (1, *ours),
     # 3 colors and 2 frames of a square
     "patch_embed.proj.weight": lambda ours: (ours[0], 3, 2, *[math.isqrt(ours[1] // 6)] * 2),
+    "patch_conv.weight": lambda ours: (ours[0], 3, *[math.isqrt(ours[1] // 3)] * 2),
 }
 
 

@@ -6,9 +6,13 @@ this file describes the projector between the two.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
+
+from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
@@ -187,7 +191,70 @@ GEMMA3 = VisionLanguageFamily(
     ),
     images_prefix="vision_tower.vision_model.",
 )
-FAMILIES = {family.model_type: family for family in (LLAVA, LLAVA_NEXT, INTERNVL, QWEN2_VL, GEMMA3)}
+_MERGER = {f"linear_fc{n}": f"model.visual.merger.linear_fc{n}" for n in (1, 2)}
+_ADDED = {
+    f"deepstack.{number}.{ours}": f"model.visual.deepstack_merger_list.{number}.{theirs}"
+    for number in range(16)
+    for ours, theirs in {
+        **{"norm": "norm", "encoder.linear_fc1": "linear_fc1", "encoder.linear_fc2": "linear_fc2"}
+    }.items()
+}
+# Features of some layers of the encoder are added after the first layers of the language model.
+QWEN3_VL = replace(
+    QWEN2_VL,
+    model_type="qwen3_vl",
+    architecture="Qwen3VLForConditionalGeneration",
+    projector={
+        **{f"vision_projection.encoder.{ours}": theirs for ours, theirs in _MERGER.items()},
+        **_ADDED,
+    },
+    text="qwen3_vl_text",
+    images="qwen3_vl_vision",
+    encoder=ENCODERS["qwen3_vl_vision"],
+    text_prefix="model.language_model.",
+    images_prefix="model.visual.",
+)
+QWEN3_5 = replace(
+    QWEN3_VL,
+    model_type="qwen3_5",
+    architecture="Qwen3_5ForConditionalGeneration",
+    text="qwen3_5_vl_text",
+    images="qwen3_5_vision",
+    encoder=ENCODERS["qwen3_5_vision"],
+)
+
+
+def _read_row_ends(config: Config) -> Values:
+    if config.get("image_token_index", 10) != 10:
+        raise CheckpointError(
+            f"config.json has image_token_index {config['image_token_index']}: only 10 can be "
+            "converted, with 12 and 13 at the end of rows, as in Mistral's Tekken tokenizers"
+        )
+    return {"image_row_end_tokens": (12, 13)}
+
+
+# A matrix merges 2 x 2 patches; tokens of text end the rows of an image.
+MISTRAL3 = VisionLanguageFamily(
+    model_type="mistral3",
+    architecture="Mistral3ForConditionalGeneration",
+    projector={
+        **_PROJECTOR,
+        "vision_projection.norm": "multi_modal_projector.norm",
+        "vision_projection.merger": "multi_modal_projector.patch_merger.merging_layer",
+    },
+    text="mistral",
+    images="pixtral",
+    encoder=ENCODERS["pixtral"],
+    is_tied=True,
+    fields=(
+        Field(_read_row_ends),
+        demand(vision_feature_layer=-1, spatial_merge_size=2, projector_hidden_act="gelu"),
+        demand(multimodal_projector_bias=False),
+    ),
+)
+_ALL = (LLAVA, LLAVA_NEXT, INTERNVL, QWEN2_VL, GEMMA3, QWEN3_VL, QWEN3_5, MISTRAL3)
+FAMILIES = {family.model_type: family for family in _ALL}
+_OF_QWEN = (QWEN2_VL, QWEN3_VL, QWEN3_5)  # whose language models are no families on their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +295,7 @@ def shape_of_config(config: Config) -> VisionLanguageShape:
 
 def _shape_of(family: VisionLanguageFamily, config: Config) -> VisionLanguageShape:
     images = _part(config, "vision_config")
-    if family is QWEN2_VL:  # released folders hold the entries of the text in config.json itself
+    if family in _OF_QWEN:  # folders of Qwen2-VL hold the entries of the text in config.json itself
         whole = {name: value for name, value in config.items() if name != "vision_config"}
         text = {**config.get("text_config", whole), "model_type": family.text}
     else:
@@ -271,7 +338,8 @@ def _part(config: Config, name: str) -> Config:
 
 def _encoder_named(name: str, family: VisionLanguageFamily) -> EncoderFamily:
     """Return the encoder with model_type ``name`` in vision_config."""
-    known = [each for each in ENCODERS if each != QWEN2_VL.images]
+    of_own = [each.images for each in _ALL if each.encoder]
+    known = [each for each in ENCODERS if each not in of_own or each == GEMMA3.images]
     if family is INTERNVL:  # it reads features behind SigLIP's last norm
         known.remove("siglip_vision_model")
     if name not in known:
@@ -358,31 +426,38 @@ def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
     flags = SimpleNamespace(**{**vars(run.vision), "grids": run.vision.grids, **own})
     text = _text_of(run, vocab_size)
     kind = run.vision.vision_model_type
-    of_own = next((f for f in FAMILIES.values() if f.encoder and f.encoder.subtype == kind), None)
+    fitting = [f for f in _ALL if f.encoder and f.encoder.subtype == kind]
+    if text.linear_layers and QWEN3_5 in fitting:
+        fitting = [QWEN3_5]
+    of_own = fitting[0] if fitting else None
     name = next((n for n, e in ENCODERS.items() if kind.startswith(e.subtype)), LLAVA.images)
     family = of_own or {INTERNVL.images: INTERNVL}.get(name, LLAVA)
     name = family.images if of_own else name
     encoder = family.encoder or ENCODERS[name]
     if flags.grids:
         family = LLAVA_NEXT
-    if of_own:
+    if family in _OF_QWEN:
         text_family = hf.family_of({"model_type": family.text})
     else:
-        text_family = hf.choose_family(text, None)
+        text_family = hf.choose_family(text, None, family.text)
     images: JsonObject = {"model_type": name}
     whole: JsonObject = {}
     for each in encoder.fields:
         images |= each.write(flags)
     for each in family.fields:
         whole |= each.write(flags)
-    if family is QWEN2_VL:
-        images["hidden_size"] = text.hidden_size  # of what the projector returns
+    if family in _OF_QWEN:  # what the projector returns
+        name = "hidden_size" if family is QWEN2_VL else "out_hidden_size"
+        images[name] = text.hidden_size
+    of_text = {**text_family.config(text), "architectures": None}
+    if family is QWEN3_5:
+        of_text["model_type"] = "qwen3_5_text"
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         family.image_token: image_token(run),
         "tie_word_embeddings": text.is_tied,
-        "text_config": text_family.config(text),
+        "text_config": of_text,
         "vision_config": images,
         **whole,
     }
@@ -391,6 +466,7 @@ def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
 _TEXT = "language_model."
 _IMAGES = "vision_tower."
 _NEWLINE = "image_newline.weight"
+_MATRIX_OF_BLOCKS = "vision_projection.merger.weight"
 # Tensors of SigLIP's norm and pooling head, which LLaVA does not read: name -> sizes.
 _UNREAD_OF_SIGLIP = {
     **{"post_layernorm.weight": "h", "post_layernorm.bias": "h", "head.probe": "1 1 h"},
@@ -409,7 +485,7 @@ _SPELLINGS = (
     ("model.", ""),
     *(
         (f"visual.{part}.", f"{_IMAGES}{part}.")
-        for part in ("patch_embed", "blocks", "merger.ln_q")
+        for part in ("patch_embed", "pos_embed", "blocks", "merger.ln_q", "merger.norm")
     ),
     ("lm_head.", "language_model.lm_head."),
     ("vision_tower.vision_model.", _IMAGES),
@@ -426,6 +502,8 @@ def import_tensors(
     """
     parts: dict[str, dict[str, LazyTensor]] = {_TEXT: {}, _IMAGES: {}, "": {}}
     for name, tensor in weights.items():
+        if shape.family is QWEN3_5 and name.startswith("mtp."):  # transformers drops them too
+            continue
         for old, new in _SPELLINGS:
             if name.startswith(old):
                 name = new + name.removeprefix(old)
@@ -440,7 +518,7 @@ def import_tensors(
     out |= {f"{_OUR_IMAGES}{name}": tensor for name, tensor in found.items()}
     left = parts[""]
     for ours, (rule, size) in _projector_rules(shape, model).items():
-        (theirs,) = rule.theirs
+        theirs = rule.theirs[0].removeprefix("model.")
         if theirs not in left:
             raise CheckpointError(
                 f"the weights have no {theirs}, which a {shape.family.architecture} needs"
@@ -448,6 +526,8 @@ def import_tensors(
         tensor = left.pop(theirs)
         tensor = reshaped(tensor, size) if ours == _NEWLINE else tensor
         out[ours] = rule.join(ours, [tensor], model.config, size)
+        if ours == _MATRIX_OF_BLOCKS:
+            out[ours] = replace(out[ours], make=partial(_swap_columns, out[ours], 4, -1))
     if left:
         raise CheckpointError(f"{next(iter(left))} has no place in a {shape.family.architecture}")
     return {name: replace(tensor, name=name) for name, tensor in out.items()}
@@ -500,7 +580,7 @@ def export_tensors(
         for start in (_OUR_TEXT, _OUR_IMAGES)
     )
     out = [
-        replace(tensor, name=shape.family.text_prefix + tensor.name)
+        replace(tensor, name=_released(shape.family, tensor.name))
         for tensor in hf.export_model(shape.text, text, shape.text_family)
     ]
     model = _model_of(shape)
@@ -514,9 +594,28 @@ def export_tensors(
             f"the checkpoint does not hold a {shape.family.architecture}: {', '.join(sorted(left))}"
         )
     for ours, (rule, _) in rules.items():
-        (tensor,) = rule.split(tensors[ours], model.config)
+        own = tensors[ours]
+        if ours == _MATRIX_OF_BLOCKS:
+            own = replace(own, make=partial(_swap_columns, own, -1, 4))
+        (tensor,) = rule.split(own, model.config)
         out.append(reshaped(tensor, tensor.shape[1:]) if ours == _NEWLINE else tensor)
     return out
+
+
+def _released(family: VisionLanguageFamily, name: str) -> str:
+    """Return the name in released folders of a tensor of the language model."""
+    if family.text_prefix.startswith("model."):  # its output layer is outside
+        return re.sub(r"^model\.", family.text_prefix, name)
+    return family.text_prefix + name
+
+
+def _swap_columns(tensor: LazyTensor, first: int, second: int) -> Tensor:
+    """Return a matrix whose columns are by patch and channel in the order of channel and patch.
+
+    For 4 patches of a block: -1, 4 is this way, 4, -1 the way back.
+    """
+    columns: Tensor = tensor.make().unflatten(1, (second, first))
+    return columns.transpose(1, 2).flatten(1)
 
 
 def with_attention_bias(config: Config, tensors: Mapping[str, LazyTensor]) -> JsonObject:

@@ -107,6 +107,8 @@ def projector_parameters(config: RunConfig) -> int:
         m = images.projector
         total += _weights(m, projector_layers(config, images))
         total += images.projector_input * _parameters_per_channel(m) * images.norms_output
+        added = len(config.vision.deepstack_visual_indexes)
+        total += added * images.projector_input * _parameters_per_channel(m)
         total += m.hidden_size * bool(config.vision.grids)  # embedding of the end of a row of tiles
     return total
 
@@ -114,8 +116,11 @@ def projector_parameters(config: RunConfig) -> int:
 def projector_layers(config: RunConfig, images: MediaEncoder) -> Matrices:
     """Yield the linear layers of the projector after an encoder, like `linear_layers`."""
     m = images.projector
+    if images.merges:
+        yield "mlp.merger", {WHOLE: images.projector_input}, 4 * images.projector_input
     if config.vision.vision_projection_type == "mlp":
-        yield from _mlp("mlp", m, m.ffn_hidden_size or 0, images.projector_input)
+        for _ in range(1 + len(config.vision.deepstack_visual_indexes)):
+            yield from _mlp("mlp", m, m.ffn_hidden_size or 0, images.projector_input)
     else:
         yield "mlp.linear_fc1", {WHOLE: m.hidden_size}, images.projector_input
 

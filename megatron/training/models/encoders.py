@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megatron.core.activations import openai_gelu, quick_gelu
 from megatron.core.config.errors import ConfigError
-from megatron.core.datasets.images import FRAMES
+from megatron.core.datasets.images import STATISTICS
 from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings
 from megatron.core.models.vision.multimodal_projector import ProjectorSubmodules, get_projector_spec
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
@@ -64,6 +64,11 @@ _CONVENTIONS = {
     "vit": _convention(F.gelu, 1e-12),
     "gemma3": _convention(openai_gelu, 1e-6),
     "qwen2_vl": _convention(quick_gelu, 1e-6),
+    "qwen3_vl": _convention(openai_gelu, 1e-6),
+    "pixtral": {
+        **_convention(F.silu, 1e-5, "RMSNorm"),
+        **{"gated_linear_unit": True, "add_bias_linear": False, "add_qkv_bias": False},
+    },
 }
 
 
@@ -75,6 +80,7 @@ class MediaEncoder:
     projector: TransformerConfig  # its width is the language model's
     is_internvit: bool = False  # layers scale their channels
     norms_output: bool = False  # before the projector
+    merges: bool = False  # four embeddings by a matrix, before the projector
     num_tokens: int  # embeddings of a tile or a sound in the encoder
     num_embeddings: int  # of a tile or a sound, for the language model
     max_tiles: int = 1  # of a sample, which has one sound
@@ -92,7 +98,7 @@ class MediaEncoder:
     @property
     def projector_spec(self) -> ProjectorSubmodules:
         """Specs of the projector's parts."""
-        return get_projector_spec(has_norm=self.norms_output)
+        return get_projector_spec(has_norm=self.norms_output, merges=self.merges)
 
 
 def image_encoder(config: RunConfig) -> MediaEncoder:
@@ -107,16 +113,20 @@ def image_encoder(config: RunConfig) -> MediaEncoder:
     pixels = pixels_of_patch(vision)
     num_tokens = num_patches(vision) + kind.has_class_token
     positions = 0 if kind.reads_any_size else num_tokens
+    if kind.has_position_table:
+        positions = vision.vision_num_position_embeddings
+    joins = vision.pixel_shuffle or (kind.reads_any_size and not kind.ends_rows)
     is_internvit = vision.vision_model_type.startswith("internvit")
     return MediaEncoder(
         layers=layers,
         projector=projector_config(config),
         is_internvit=is_internvit,
-        norms_output=is_internvit or kind.is_pooled,
+        norms_output=is_internvit or kind.is_pooled or kind.ends_rows,
+        merges=kind.ends_rows,
         num_tokens=num_tokens,
         num_embeddings=num_image_embeddings(vision),
         max_tiles=max(vision.max_tiles, config.mimo.num_frames),
-        projector_input=hidden * (4 if vision.pixel_shuffle or kind.reads_any_size else 1),
+        projector_input=hidden * (4 if joins else 1),
         input_products=(num_patches(vision) * pixels * hidden, 0),
         input_parameters=hidden * (pixels + positions + kind.has_class_token + kind.has_patch_bias),
         num_norms=kind.has_norm_before + kind.has_norm_after,
@@ -144,7 +154,8 @@ def num_patches(vision: VisionConfig) -> int:
 
 def pixels_of_patch(vision: VisionConfig) -> int:
     """Return the values of a patch, in all colors and frames."""
-    frames = FRAMES if KINDS[vision.vision_model_type].reads_any_size else 1
+    kind = vision.vision_model_type
+    frames = STATISTICS[kind].frames if KINDS[kind].reads_any_size else 1
     return _COLORS * frames * vision.patch_dim**2
 
 
@@ -182,17 +193,20 @@ def projector_config(config: RunConfig) -> TransformerConfig:
     """Return the config of the projector, whose output has the language model's width.
 
     With --vision-model-type it is that of LLaVA and InternVL: GELU, biases, one width; that of
-    Qwen2-VL is as wide as its input, that of Gemma-3 has Gemma's norm and no biases.
+    Qwen2-VL is as wide as its input, that of Gemma-3 has Gemma's norm and no biases, and that of
+    Mistral 3 the language model's norm and no biases.
     """
     values = _inherited(config)
     if follows_architecture(config):
         kind = KINDS[config.vision.vision_model_type]
-        is_wide = kind.reads_any_size
+        is_wide = kind.reads_any_size and not kind.ends_rows
         width = 4 * encoder_config(config).hidden_size if is_wide else config.model.hidden_size
-        values |= _convention(F.gelu) | {"ffn_hidden_size": width}
-        if kind.is_pooled:
-            values |= _convention(F.gelu, 1e-6, "RMSNorm")
-            values |= {"layernorm_zero_centered_gamma": True, "add_bias_linear": False}
+        eps = 1e-6 if kind.has_position_table else 1e-5
+        values |= _convention(F.gelu, eps) | {"ffn_hidden_size": width}
+        if kind.is_pooled or kind.ends_rows:
+            eps = 1e-6 if kind.is_pooled else config.model.layernorm_epsilon
+            values |= _convention(F.gelu, eps, "RMSNorm") | {"add_bias_linear": False}
+            values["layernorm_zero_centered_gamma"] = kind.is_pooled
     return TransformerConfig.unchecked(**values)
 
 

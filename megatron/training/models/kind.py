@@ -361,6 +361,7 @@ VLM = ModelKind(
     entry_script="pretrain_vlm.py",
     implementation="megatron.training.models.vlm:VLM",
     reads_images=True,
+    has_linear_attention=True,
     transformers_class="ImageTextToText",
 )
 MIMO = replace(

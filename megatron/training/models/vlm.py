@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.core.config.errors import ConfigError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.image_text_dataset import ImageTextDataset, ImageTextDatasetConfig
-from megatron.core.datasets.images import FRAMES, LLAVA_NEXT_GRIDS, MERGE, ImageSettings
+from megatron.core.datasets.images import LLAVA_NEXT_GRIDS, MERGE, STATISTICS, ImageSettings
 from megatron.core.datasets.multimodal_dataset import MockMultimodalDataset, MultimodalDatasetConfig
 from megatron.core.datasets.packing import pack_samples
 from megatron.core.enums import AttnMaskType
@@ -72,14 +72,22 @@ def llava_arguments(config: RunConfig, **stage: Any) -> dict[str, Any]:
         "has_image_newline": bool(vision.grids),
         "packs_samples": _packing(config),
         **arguments,
+        **({"row_ends": vision.image_row_end_tokens} if ends_rows(vision) else {}),
     }
 
 
 def encoder_options(vision: VisionConfig) -> dict[str, Any]:
     """Return the arguments of `LLaVAModel.build_encoder` that only some encoders have."""
-    if sees_images_whole(vision):
+    kind = KINDS[vision.vision_model_type]
+    if kind.is_pooled:
         return {"pooled_embeddings": vision.pooled_image_embeddings}
-    return {}
+    options: dict[str, Any] = {}
+    if kind.reads_any_size:
+        options["frames_per_patch"] = STATISTICS[vision.vision_model_type].frames
+    if kind.has_position_table:
+        options["num_positions"] = vision.vision_num_position_embeddings
+        options["taps"] = vision.deepstack_visual_indexes
+    return options
 
 
 def _packing(config: RunConfig) -> Literal["no", "mask", "bounds"]:
@@ -87,6 +95,11 @@ def _packing(config: RunConfig) -> Literal["no", "mask", "bounds"]:
         return "no"
     is_mask = sees_images_whole(config.vision) or not documents_are_bounds(config)
     return "mask" if is_mask else "bounds"
+
+
+def ends_rows(vision: VisionConfig) -> bool:
+    """Return whether tokens of text end the rows of embeddings of an image."""
+    return KINDS[vision.vision_model_type].ends_rows
 
 
 def sees_images_whole(vision: VisionConfig) -> bool:
@@ -106,7 +119,7 @@ def vlm_dataset_config(config: RunConfig, **common: Any) -> BlendedMegatronDatas
         copies = vision.max_tiles
     elif KINDS[vision.vision_model_type].reads_any_size:
         begin = partial(begin_with_patches, vision)
-        copies = FRAMES
+        copies = STATISTICS[vision.vision_model_type].frames
     return MultimodalDatasetConfig(
         image_h=vision.img_h * copies,
         image_w=vision.img_w,

@@ -100,6 +100,9 @@ OTHERS += [
     f"{VLM} --img-w 24 --disable-vision-class-token --image-grid-pinpoints 48 24",
     f"{VLM} --vision-model-type qwen2_vl",
     f"{VLM} --vision-model-type gemma3 --img-w 24 --pooled-image-embeddings 4 --patch-dim 6",
+    f"{VLM} --vision-model-type qwen3_vl --vision-num-position-embeddings 9 "
+    "--deepstack-visual-indexes 0 2",
+    f"{VLM} --vision-model-type pixtral --normalization RMSNorm",
     f"{VLM} --vision-model-type gemma3 --img-w 24 --pooled-image-embeddings 4 --patch-dim 6 "
     "--vision-projection-type affine",
     f"{VLM} --vision-model-type vit --vision-projection-type affine --disable-bias-linear",

@@ -23,7 +23,10 @@ IDS = torch.randint(20, 50, (2, 12), generator=torch.Generator().manual_seed(1))
 PROCESSOR = '{"image_processor_type": "one of theirs"}\n'
 
 
-@pytest.mark.feature("Vision: Gemma-3 has the logits and gradients of transformers' model")
+@pytest.mark.feature(
+    "Vision: Gemma-3, Qwen3-VL, Qwen3.5 and Mistral 3 with images have the logits and gradients of "
+    "transformers' models"
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
     model = image_family(name)
@@ -47,7 +50,9 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
         )
 
 
-@pytest.mark.feature("Checkpoints: Gemma-3 with images from Hugging Face and back, bit by bit")
+@pytest.mark.feature(
+    "Checkpoints: Gemma-3, Qwen3-VL, Qwen3.5 and Mistral 3 with images from Hugging Face and back"
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_folders_come_back_bit_by_bit(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -88,6 +93,12 @@ def test_folders_come_back_bit_by_bit(
     [
         ("Gemma-3", "vision_config", {"vision_use_head": True}, "vision_use_head True"),
         ("Gemma-3", "vision_config", {"hidden_act": "silu"}, "hidden_act silu"),
+        ("Qwen3-VL", "vision_config", {"spatial_merge_size": 3}, "spatial_merge_size 3"),
+        ("Qwen3-VL", "vision_config", {"rope_parameters": {"rope_theta": 5.0}}, "rope_theta 5.0"),
+        ("Mistral 3", "vision_config", {"hidden_act": "gelu"}, "hidden_act gelu: only silu"),
+        ("Mistral 3", "", {"multimodal_projector_bias": True}, "multimodal_projector_bias True"),
+        ("Mistral 3", "", {"vision_feature_layer": -2}, "vision_feature_layer -2"),
+        ("Mistral 3", "", {"image_token_index": 9}, "image_token_index 9: only 10 can be"),
     ],
 )
 def test_what_is_not_built_is_refused(

@@ -14,6 +14,7 @@ from megatron.core.datasets import images
 from megatron.core.datasets.images import (
     ImageSettings,
     decode_image,
+    patches_of,
     size_of_image,
 )
 from tests.support.transformers_release import need_tested_release
@@ -133,6 +134,37 @@ class TestPixelValues:
         assert np.array_equal(ours.reshape(-1, ours.shape[-1]), theirs[..., 0])
         assert settings.num_tiles(*size) == len(ours)
         assert ours.shape[1:] == settings.tile_shape
+
+    @pytest.mark.parametrize("size", [s for s in SIZES if s != (5, 700)])
+    def test_qwen3_vl_magnifies_small_images(self, size: tuple[int, int]) -> None:
+        image = picture(*size)
+        settings = ImageSettings(
+            img_h=80, img_w=160, vision_model_type="qwen3_vl", tiling="patches", patch_dim=4
+        )
+        theirs = expected_pixels(
+            "Qwen2VLImageProcessorPil",
+            image,
+            patch_size=4,
+            size={"shortest_edge": 64 * 8**2, "longest_edge": 80 * 160},
+            image_mean=[0.5] * 3,
+            image_std=[0.5] * 3,
+        )
+        ours = settings.process(image)
+        assert np.array_equal(ours.reshape(-1, ours.shape[-1]), theirs[..., 0])
+
+    @pytest.mark.parametrize("size", [s for s in SIZES if s != (5, 700)])
+    def test_pixtral_covers_the_image_with_blocks(self, size: tuple[int, int]) -> None:
+        image = picture(*size)
+        settings = ImageSettings(
+            img_h=48, img_w=48, vision_model_type="pixtral", tiling="patches", patch_dim=4
+        )
+        theirs = expected_pixels(
+            "PixtralImageProcessorPil", image, patch_size=8, size={"longest_edge": 48}
+        )[0]
+        ours = settings.process(image)
+        assert np.array_equal(ours, patches_of(theirs, 4, 1))
+        rows = theirs.shape[1] // 8
+        assert settings.num_positions(*size, 1) == len(ours) + rows
 
     @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "LA", "1", "CMYK"])
     def test_images_of_any_mode(self, mode: str) -> None:

@@ -78,7 +78,7 @@ def patches() -> Tensor:
 def test_features_and_gradients_are_those_of_transformers() -> None:
     model = qwen()
     made, projector = encoder(model)
-    found = projector(made(patches(), GRIDS))
+    found = projector(made(patches(), GRIDS)[0])
     wanted = model.model.visual(patches(), torch.tensor(GRIDS)).pooler_output
     torch.testing.assert_close(found, wanted, **tolerances.LOGITS)
     grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2))
@@ -111,7 +111,7 @@ def test_logits_are_those_of_transformers() -> None:
     made, projector = encoder(model)
     gpt = ours(model)
     text = gpt.embedding(ids.clamp(min=0), None).transpose(0, 1)
-    combined = where.embeddings(text, projector(made(pixels, grids))).transpose(0, 1)
+    combined = where.embeddings(text, projector(made(pixels, grids)[0])).transpose(0, 1)
     positions = where.grid_positions(sizes)
     found = gpt(None, positions, None, decoder_input=combined.contiguous())
     row = [5, 7, *[IMAGE_TOKEN] * 6, 9, *[IMAGE_TOKEN] * 3, 11]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core import device
@@ -41,6 +42,7 @@ from megatron.core.inference.paged_engine.step_plan import (
     StepPlan,
 )
 from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.models.multimodal.splicing import decoder_inputs
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
@@ -251,13 +253,15 @@ class ModelRunner:
         positions = view.grid
         if positions is None:
             positions = view.positions(ids.shape[1])[0].unsqueeze(0)
-        more = {}
+        more: dict[str, Any] = {}
         if self._images is not None and (view.host_ids >= FIRST_ID).any():
             embedding = get_attr_wrapped_model(module, "embedding")
             # Ids of text stand in the places of images too.
             text = torch.from_numpy(np.where(view.host_ids >= FIRST_ID, 0, view.host_ids))
             embedded = embedding(text.to(ids.device)[None], positions)
-            more["decoder_input"] = self._images.put(view.host_ids, embedded)
+            rows = self._images.put(view.host_ids, embedded)
+            more["decoder_input"], added = decoder_inputs(rows, embedded.shape[-1])
+            more |= {"extra_block_kwargs": added} if added else {}
         out: Tensor = module(ids, positions, None, inference_context=view, **more)
         if not self.model.is_last_stage:
             self._send_on(out)
@@ -406,7 +410,10 @@ class ImageStore:
         self.rows = {key: self.rows[key] for key in self._images() if key in self.rows}
 
     def put(self, ids: Ids, embedded: Tensor) -> Tensor:
-        """Put the embeddings of images into the rows ``ids`` of ``embedded`` [N, 1, h]."""
+        """Put the embeddings of images into the rows ``ids`` of ``embedded`` [N, 1, h].
+
+        They may be wider; the result is then as wide, see `decoder_inputs`.
+        """
         of_image = np.flatnonzero(ids >= FIRST_ID)
         keys, places = np.divmod(ids[of_image] - FIRST_ID, 1 << PLACE_BITS)
         for key in dict.fromkeys(keys.tolist()):
@@ -418,6 +425,7 @@ class ImageStore:
                 assert len(self.rows[key]) == image.num_rows, "the ids have been counted"
             mine = keys == key
             rows = self.rows[key][torch.from_numpy(places[mine]).to(self._device)]
+            embedded = F.pad(embedded, (0, rows.shape[-1] - embedded.shape[-1]))
             at = torch.from_numpy(of_image[mine]).to(self._device)
             embedded[at, 0] = rows.to(embedded.dtype)
         return embedded

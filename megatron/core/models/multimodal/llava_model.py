@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core import device
@@ -25,7 +26,12 @@ from megatron.core.models.multimodal.context_parallel import (
     split_over_ranks,
 )
 from megatron.core.models.multimodal.splicing import IGNORE_INDEX as IGNORE_INDEX
-from megatron.core.models.multimodal.splicing import Splice, splice, value_of_image
+from megatron.core.models.multimodal.splicing import (
+    Splice,
+    decoder_inputs,
+    splice,
+    value_of_image,
+)
 from megatron.core.models.vision.clip_vit_model import (
     KINDS,
     CLIPViTModel,
@@ -39,7 +45,7 @@ from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.core.parallel.default_groups import library_call
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import name_parameters, prefix_names
-from megatron.core.tile_arrangement import NEWLINE, TileArrangement
+from megatron.core.tile_arrangement import EndedRows, TileArrangement
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -58,6 +64,7 @@ class LLaVAModel(MegatronModule):
     """
 
     reads_values = True
+    num_added = 0  # features of an image beside its embeddings, see `decoder_inputs`
 
     @library_call(
         unused="allow_missing_vision_projection_checkpoint add_decoder max_num_tiles tokenizer_type"
@@ -136,6 +143,7 @@ class LLaVAModel(MegatronModule):
         self.vision_model: VisionModule | None = None
         self.vision_projection: MultimodalProjector | None = None
         self.image_newline: EmbeddingTable | None = None
+        self.deepstack: nn.ModuleList | None = None
         if pre_process and add_encoder:
             layers = vision_transformer_config, vision_transformer_layer_spec
             projector = vision_projection_config, vision_projection_layer_spec
@@ -168,7 +176,7 @@ class LLaVAModel(MegatronModule):
 
     def _finalize_parameters(self) -> None:
         """Put the names of the parts before the global names that each has assigned; initialize."""
-        for own in (self.vision_projection, self.image_newline):
+        for own in (self.vision_projection, self.image_newline, self.deepstack):
             if own is not None:
                 name_parameters(own)
         for name, part in self.named_children():
@@ -187,6 +195,7 @@ class LLaVAModel(MegatronModule):
             (self.vision_model, freeze_vision_model),
             (self.vision_projection, freeze_vision_projection),
             (self.image_newline, freeze_vision_projection),
+            (self.deepstack, freeze_vision_projection),
         ):
             if part is not None and is_frozen:
                 part.requires_grad_(False)
@@ -214,7 +223,7 @@ class LLaVAModel(MegatronModule):
         runtime_gather_output: bool | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         *,
-        arrangements: Sequence[TileArrangement] | None = None,
+        arrangements: Sequence[TileArrangement | EndedRows] | None = None,
         image_sizes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Map tiles [t, 3, H, W] and ids [b, s] to losses [b, L] and the loss mask [b, L].
@@ -243,10 +252,13 @@ class LLaVAModel(MegatronModule):
         self._check(images, counts, arrangements)
         where = splice(is_image, counts, self._length(is_image, counts))
         combined: Tensor | None = None
+        more = self._for_experts(where, num_image_tiles)
         if self.pre_process:
             ids = input_ids.masked_fill(is_image, 0)
             text = self.language_model.embedding(ids, position_ids).transpose(0, 1)
             combined = self._combined(where, text, images, image_sizes, arrangements)
+            combined, added = decoder_inputs(combined, text.shape[-1])
+            more |= added
         cp = self.pg_collection.cp
         output = self.language_model(
             None,
@@ -256,7 +268,7 @@ class LLaVAModel(MegatronModule):
             labels=None if labels is None else held_positions(where.labels(labels), cp),
             packed_seq_params=packed_seq_params,
             runtime_gather_output=runtime_gather_output,
-            extra_block_kwargs=self._for_experts(where, num_image_tiles),
+            extra_block_kwargs=more,
         )
         if loss_mask is None:
             return output, None
@@ -311,24 +323,28 @@ class LLaVAModel(MegatronModule):
         self,
         images: Tensor,
         image_sizes: Tensor | None,
-        arrangements: Sequence[TileArrangement] | None,
+        arrangements: Sequence[TileArrangement | EndedRows] | None,
     ) -> Tensor:
         """Return the embeddings of images, in rows with newlines if there are ``arrangements``.
 
         Without them, an embedding for newlines is the last row.
         """
         found = self.image_embeddings(images, image_sizes)
-        if self.image_newline is not None:
-            found = torch.cat([found, self.image_newline.weight])
+        if (ends := self.ends_of_rows(found)) is not None:
+            found = torch.cat([found, ends])
         if arrangements is None:
             return found
         rows: list[Tensor] = []
         first = 0
         for each in arrangements:
             order = torch.from_numpy(each.order)
-            rows.append(torch.where(order == NEWLINE, len(found) - 1, order + first))
+            rows.append(torch.where(order < 0, len(found) + order, order + first))
             first += each.num_tiles * self.embeddings_per_tile
         return found[torch.cat(rows).to(found.device)]
+
+    def ends_of_rows(self, images: Tensor) -> Tensor | None:
+        """Return the embeddings that end rows, the last for `NEWLINE`, [.., h]; or None."""
+        return None if self.image_newline is None else self.image_newline.weight
 
     def _combined(
         self,
@@ -336,12 +352,16 @@ class LLaVAModel(MegatronModule):
         text: Tensor,
         images: Tensor | None,
         sizes: Tensor | None,
-        arrangements: Sequence[TileArrangement] | None,
+        arrangements: Sequence[TileArrangement | EndedRows] | None,
     ) -> Tensor:
-        """Return the embeddings of texts and images: [L, b, h], [L/tp, b, h] if it is split."""
+        """Return the embeddings of texts and images: [L, b, h], [L/tp, b, h] if it is split.
+
+        Their width is that of `image_embeddings`; behind h it is 0 at text.
+        """
         if self.vision_model is not None:
             seen = images if images is not None and len(images) else self.blank_images(text.device)
             is_blank = seen is not images
+            text = F.pad(text, (0, self.num_added * text.shape[-1]))
             found = self._arranged(seen, sizes, None if is_blank else arrangements)
             if is_blank:  # no image in these rows: all gradients are zero, none is missing
                 text = text + 0.0 * found.sum()
@@ -349,19 +369,17 @@ class LLaVAModel(MegatronModule):
             text = where.embeddings(text, found)
         return split_over_ranks(text, self.config, self.pg_collection)
 
-    def _for_experts(
-        self, where: Splice, num_image_tiles: Tensor | None
-    ) -> dict[str, object] | None:
-        """Return the mask of this rank's positions that experts leave out; None without experts."""
+    def _for_experts(self, where: Splice, num_image_tiles: Tensor | None) -> dict[str, object]:
+        """Return the mask of this rank's positions that experts leave out; none without experts."""
         if self.config.num_moe_experts is None:
-            return None
+            return {}
         is_padding = ~(where.is_image | where.is_text)
         if num_image_tiles is not None and num_image_tiles.shape == where.is_before_image.shape:
             is_padding = is_padding | (num_image_tiles < 0).gather(1, where.token)
         mask = split_over_ranks(is_padding, self.config, self.pg_collection)
         return {"padding_mask": mask.transpose(0, 1)}
 
-    def _arrangements(self, image_sizes: Any) -> list[TileArrangement]:
+    def _arrangements(self, image_sizes: Any) -> Sequence[TileArrangement | EndedRows]:
         count = self.embeddings_per_tile
         return [TileArrangement.of_size(size, count) for size in image_sizes.tolist()]
 
@@ -375,7 +393,7 @@ class LLaVAModel(MegatronModule):
         self,
         is_image: Tensor,
         num_image_tiles: Tensor | None,
-        arrangements: Sequence[TileArrangement] | None,
+        arrangements: Sequence[TileArrangement | EndedRows] | None,
     ) -> Tensor:
         """Return the embeddings that each token [b, s] stands for, 0 for text."""
         if arrangements is not None:
@@ -409,7 +427,7 @@ class LLaVAModel(MegatronModule):
         self,
         images: Tensor | None,
         counts: Tensor,
-        arrangements: Sequence[TileArrangement] | None,
+        arrangements: Sequence[TileArrangement | EndedRows] | None,
     ) -> None:
         if images is None or device.is_cuda(counts.device) or not self.reads_values:
             return

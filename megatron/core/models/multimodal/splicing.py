@@ -7,6 +7,7 @@ which each of these is replaced by the embeddings of its image.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,6 +64,16 @@ class Splice:
         frame = self.offset // (rows * columns)
         within = torch.stack([frame, in_frame // columns, in_frame % columns])
         return start + within * self.is_image
+
+
+def decoder_inputs(rows: Tensor, width: int) -> tuple[Tensor, dict[str, object]]:
+    """Split [L, b, (1 + k) h] into embeddings [L, b, h] and further arguments of the decoder.
+
+    The other k parts are added to the hidden states after each of the first k layers (DeepStack).
+    """
+    first, *others = rows.split(width, -1)
+    visit = {layer: partial(torch.add, part) for layer, part in enumerate(others)}
+    return first.contiguous(), {"visit": visit} if visit else {}
 
 
 def value_of_image(is_image: Tensor, values: Tensor) -> Tensor:

@@ -15,7 +15,10 @@ class VisionKind:
     has_patch_bias: bool
     has_norm_before: bool  # of the embeddings
     has_norm_after: bool  # of the last layer's output
-    reads_any_size: bool = False  # blocks of 2 x 2 patches of an image of any size, without a table
+    reads_any_size: bool = False  # blocks of 2 x 2 patches of an image of any size
+    has_position_table: bool = False  # that is interpolated to the size of an image
+    # A matrix merges the patches of a block, and tokens of text end rows of embeddings.
+    ends_rows: bool = False
     # Embeddings are averaged to a number of them, normed, and attend to all of their image.
     is_pooled: bool = False
 
@@ -29,6 +32,8 @@ KINDS = {
     "vit": VisionKind(True, True, False, True),
     "gemma3": VisionKind(False, True, False, True, is_pooled=True),
     "qwen2_vl": VisionKind(False, False, False, True, reads_any_size=True),
+    "qwen3_vl": VisionKind(False, True, False, True, reads_any_size=True, has_position_table=True),
+    "pixtral": VisionKind(False, False, True, False, reads_any_size=True, ends_rows=True),
 }
 
 
@@ -57,7 +62,8 @@ def get_num_image_embeddings(
     count = (img_h // patch_dim) * (img_w // patch_dim)
     if kind.has_class_token and not disable_vision_class_token:
         count += class_token_len
-    return count // 4 if pixel_shuffle or kind.reads_any_size else count
+    ends = img_h // (2 * patch_dim) if kind.ends_rows else 0
+    return count // 4 + ends if pixel_shuffle or kind.reads_any_size else count
 
 
 def check_images(encoder: str, subtype: str, img_h: int, img_w: int, patch_dim: int) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import ConfigError
@@ -52,14 +52,19 @@ TYPES = ("mlp", "affine")
 
 @dataclass
 class ProjectorSubmodules(MLPSubmodules):
-    """Submodules of the projector: those of an MLP, and a norm of its input, if it has one."""
+    """Submodules of the projector: those of an MLP, and a norm of its input, if it has one.
+
+    ``merges``: behind the norm of each, four embeddings become one by a matrix.
+    """
 
     norm: Slot | None = None
+    merges: bool = False
 
 
-def get_projector_spec(*, has_norm: bool = False) -> ProjectorSubmodules:
+def get_projector_spec(*, has_norm: bool = False, merges: bool = False) -> ProjectorSubmodules:
     """Return a spec whose modules are plain PyTorch; InternVL's projector ``has_norm``."""
-    return ProjectorSubmodules(ColumnParallelLinear, RowParallelLinear, Norm if has_norm else None)
+    norm = Norm if has_norm else None
+    return ProjectorSubmodules(ColumnParallelLinear, RowParallelLinear, norm, merges)
 
 
 class MultimodalProjector(MegatronModule):
@@ -90,27 +95,46 @@ class MultimodalProjector(MegatronModule):
                 "from a config without --sequence-parallel"
             )
         self.projector_type = projector_type
+        self.encoder: nn.Module
+        self.merger: nn.Module | None = None
+        if getattr(submodules, "merges", False):
+            input_size //= 4
+            bias = False
+            self.merger = self._linear(submodules, 4 * input_size, input_size, tp_group, bias=bias)
         self.norm: Callable[[Tensor], Tensor] | None = None
         if (spec := getattr(submodules, "norm", None)) is not None:
             self.norm = build_norm(spec, config, input_size, has_partial_gradient=False)
         if projector_type == "mlp":
             self.encoder = MLP(config, submodules, tp_group=tp_group, input_size=input_size)
             return
-        self.encoder = build_module(
-            submodules.linear_fc1,
-            input_size,
-            config.hidden_size,
-            config=config,
-            init_method=config.init_method,
-            bias=config.add_bias_linear,
+        bias = config.add_bias_linear
+        size = config.hidden_size
+        self.encoder = self._linear(submodules, input_size, size, tp_group, bias=bias)
+
+    def _linear(
+        self, spec: MLPSubmodules, source: int, size: int, tp_group: ProcessGroup, *, bias: bool
+    ) -> nn.Module:
+        """Build a linear layer whose output every rank has completely."""
+        layer: nn.Module = build_module(
+            spec.linear_fc1,
+            source,
+            size,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=bias,
             gather_output=True,
             offered={"tp_group": tp_group},
         )
+        return layer
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Project: [.., input_size] -> [.., h].  Collective over the tensor-parallel group."""
+        if self.merger is not None:
+            hidden_states = hidden_states.unflatten(-1, (4, -1))
         if self.norm is not None:
             hidden_states = self.norm(hidden_states)
+        if self.merger is not None:
+            hidden_states, _ = self.merger(hidden_states.flatten(-2))
         projected: Tensor
         projected, bias = self.encoder(hidden_states)
         return projected if bias is None else projected + bias

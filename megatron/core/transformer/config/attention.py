@@ -64,6 +64,11 @@ class AttentionConfig:
         nargs="+",
         at_least=0,
     )
+    mrope_interleaved: bool = _network(
+        False,
+        "Let time, height and width of --mrope-section take turns from pair to pair (Qwen3-VL), in "
+        "place of consecutive sections.",
+    )
     window_size: tuple[int, int] | None = _network(
         None,
         "Sliding window attention: number of keys to the left and right of each query, as "

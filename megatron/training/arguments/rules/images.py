@@ -6,6 +6,7 @@ import math
 
 from megatron.core.config.rule import first_of, given, rules, where
 from megatron.core.models.vision.kinds import KINDS, image_problems
+from megatron.core.transformer.config.attention import LINEAR_VARIANTS, SPARSE_VARIANT
 from megatron.training.arguments.rules.rule import Settings, refusal
 from megatron.training.config.mimo import MODALITIES
 from megatron.training.models.encoders import format_problem, image_encoder, whisper_config
@@ -90,6 +91,35 @@ _ENCODER = where(
         },
     ),
     where(
+        "--deepstack-visual-indexes",
+        {
+            "{--deepstack-visual-indexes}: give layers of the encoder in ascending order, below "
+            "--vision-num-layers": lambda c: (
+                [*c.deepstack_visual_indexes]
+                != sorted({*c.deepstack_visual_indexes} & {*range(c.vision_num_layers or 1)})
+            ),
+            "--deepstack-visual-indexes adds features between layers, which --cpu-offloading runs "
+            "at once: leave --cpu-offloading out": "--cpu-offloading",
+        },
+    ),
+    where(
+        lambda c: KINDS[c.vision_model_type].has_position_table,
+        {
+            "{--vision-num-position-embeddings}: the table of positions is a square; give a square "
+            "number": lambda c: (
+                math.isqrt(c.vision_num_position_embeddings) ** 2
+                != c.vision_num_position_embeddings
+            ),
+        },
+    ),
+    where(
+        lambda c: KINDS[c.vision_model_type].ends_rows,
+        {
+            "{--image-row-end-tokens}: two tokens are needed, one that ends a row of an image and "
+            "one that ends the last row": lambda c: len(c.image_row_end_tokens) != 2,
+        },
+    ),
+    where(
         lambda c: KINDS[c.vision_model_type].is_pooled,
         {
             "{--pooled-image-embeddings}: patches of {--img-h} and {--img-w} cannot be "
@@ -139,6 +169,14 @@ _READER = where(
         ),
         "--mtp-num-layers: "
         "a model that reads images does not predict several tokens": "--mtp-num-layers",
+        "{--experimental-attention-variant}: a model that reads images has linear attention or "
+        "none of these; leave the flag out": lambda c: (
+            c.kind.has_linear_attention and c.experimental_attention_variant == SPARSE_VARIANT
+        ),
+        "--use-packed-sequence: linear attention carries its state from sample to sample; leave it "
+        "out": lambda c: (
+            c.use_packed_sequence and c.experimental_attention_variant in LINEAR_VARIANTS
+        ),
         "{found}: a row of a model that reads "
         "images is one sample; leave the flag out": "--reset-attention-mask --reset-position-ids",
     },

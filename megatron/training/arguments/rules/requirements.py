@@ -52,7 +52,7 @@ _FLAGS_NEEDED = parse_table(
 --multi-latent-attention or --position-embedding-type rope | rope_type use_rope_scaling
 --position-embedding-type rope | window_rotary_base
 --window-size | window_rotary_base
---position-embedding-type mrope | mrope_section
+--position-embedding-type mrope | mrope_section mrope_interleaved
 --position-embedding-type learned_absolute | reset_position_ids
 --position-embedding-type relative | relative_attention_num_buckets relative_attention_max_distance
 --experimental-attention-variant gated_delta_net, gdn or kda | linear_attention_freq
@@ -257,6 +257,12 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
     ),
     f"examples/mimo/train.py (--model-kind mimo) | {' '.join(_dests_of(MimoConfig))}": lambda c: (
         c.kind.has_placeholders
+    ),
+    "--vision-model-type qwen3_vl | vision_num_position_embeddings deepstack_visual_indexes": (
+        lambda c: c.kind.reads_images and c.vision_model_type == "qwen3_vl"
+    ),
+    "--vision-model-type pixtral | image_row_end_tokens": lambda c: (
+        c.kind.reads_images and c.vision_model_type == "pixtral"
     ),
     "--vision-model-type gemma3 | pooled_image_embeddings": lambda c: (
         c.kind.reads_images and c.vision_model_type == "gemma3"

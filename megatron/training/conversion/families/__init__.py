@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.training.conversion.families.bert import BERT, MEGATRON_BERT
 from megatron.training.conversion.families.experts import (
     DEEPSEEK_V2,
@@ -29,7 +31,7 @@ from megatron.training.conversion.families.llama import DENSE, GPT2, IN_VISION_L
 from megatron.training.conversion.families.mamba import MAMBA2, NEMOTRON_H
 from megatron.training.conversion.families.sparse import DEEPSEEK_V32, GLM_MOE_DSA
 from megatron.training.conversion.families.t5 import T5
-from megatron.training.conversion.family import Family
+from megatron.training.conversion.family import Family, Field, mrope
 
 _EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, OLMOE),
@@ -40,5 +42,17 @@ _OTHERS = (BERT, MEGATRON_BERT, T5, MAMBA2, NEMOTRON_H)
 FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (*DENSE, GPT2, *_EXPERTS, *_LINEAR, *_OTHERS)
 }
+# The language model of Qwen3.5 with images, as in transformers without multi-token prediction.
+_QWEN3_5_VL_TEXT = replace(
+    QWEN3_5,
+    model_type="qwen3_5_vl_text",
+    fields=(
+        *QWEN3_5.fields,
+        mrope(10000.0, (11, 11, 10), 0.25),
+        Field(lambda config: {"mtp_num_layers": None}),
+    ),
+)
 # Language models that exist only within a larger model, by the model_type of its text_config.
-PARTS: dict[str, Family] = {family.model_type: family for family in IN_VISION_LANGUAGE}
+PARTS: dict[str, Family] = {
+    family.model_type: family for family in (*IN_VISION_LANGUAGE, _QWEN3_5_VL_TEXT)
+}

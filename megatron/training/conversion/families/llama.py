@@ -21,6 +21,7 @@ from megatron.training.conversion.family import (
     Values,
     activation,
     demand,
+    mrope,
     rope_with,
     same,
     tied,
@@ -106,6 +107,16 @@ QWEN2_VL_TEXT = replace(
     model_type="qwen2_vl_text",
     architecture="Qwen2VLForConditionalGeneration",
     fields=tuple(MROPE if each is ROPE else each for each in QWEN2.fields),
+)
+# That of Qwen3-VL, whose time, height and width take turns.
+QWEN3_VL_TEXT = llama_like(
+    "qwen3_vl_text",
+    "Qwen3VL",
+    *SILU,
+    same("head_dim", "kv_channels", 128),
+    NO_BIAS,
+    always={"qk_norm": "head"},
+    rope=mrope(500000.0, (24, 20, 20)),
 )
 QWEN2_5_VL_TEXT = replace(QWEN2_VL_TEXT, model_type="qwen2_5_vl_text")
 
@@ -352,7 +363,7 @@ MINISTRAL3 = llama_like(
     rope=SCALED_QUERIES,
 )
 
-IN_VISION_LANGUAGE = (QWEN2_VL_TEXT, QWEN2_5_VL_TEXT)
+IN_VISION_LANGUAGE = (QWEN2_VL_TEXT, QWEN2_5_VL_TEXT, QWEN3_VL_TEXT)
 DENSE = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, OLMO3),
     *(SMOLLM3, EXAONE4, GLM4, SEED_OSS, GRANITE, MINISTRAL3),

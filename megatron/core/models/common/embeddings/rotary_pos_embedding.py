@@ -21,6 +21,7 @@ def build_multimodal_rotary(config: TransformerConfig, **of_rotary: Any) -> Rota
     rotary = MultimodalRotaryEmbedding(
         config.kv_channels, rotary_interleaved=interleaved, **of_rotary
     )
+    rotary.has_mixed_sections = config.mrope_interleaved
     if problem := wrong_sections(config.mrope_section, rotary.width // 2):
         raise ConfigError(problem)
     return rotary
