@@ -53,7 +53,7 @@ BUDGETS: dict[str, int] = {
     "post_training/rl": 8200,
     "post_training/sft": 3750,
     "training": 6700,
-    "training/arguments": 24200,
+    "training/arguments": 24600,
     "training/callbacks": 11920,
     "training/checkpointing": 13950,
     "training/compat": 3900,

@@ -158,10 +158,10 @@ class MultiTokenPredictionStack(MegatronModule):
         submodules: Sequence[Slot],
         layer_number: int,
         pg_collection: ProcessGroupCollection,
-        **offered: Any,
     ) -> None:
         super().__init__(config)
-        offered |= {"pg_collection": pg_collection}
+        # ``layer_number`` counts over the complete model, whatever layers the stage has.
+        offered = {"pg_collection": pg_collection, "pp_layer_offset": 0}
         self.layers = nn.ModuleList(
             build_module(each, config=config, layer_number=layer_number, offered=offered)
             for each in submodules

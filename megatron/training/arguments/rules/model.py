@@ -84,6 +84,18 @@ _ARCHITECTURE = rules(
             "{--mtp-num-layers}: multi-token prediction (MTP) does not support learned positions; "
             "use --position-embedding-type "
             "rope (or alibi or none)": "--position-embedding-type learned_absolute",
+            "--mtp-use-repeated-layer and --overlap-grad-reduce exclude each other with "
+            "recomputation and with weight gradients that are computed later "
+            "(--pipeline-schedule zb-h1 or zb-v, --delay-wgrad-compute): each pass of the layer "
+            "has a gradient of its own; drop one of them": lambda c: (
+                c.mtp_use_repeated_layer
+                and c.overlap_grad_reduce
+                and (
+                    c.recompute_granularity
+                    or c.delay_wgrad_compute
+                    or (c.pipeline_schedule or "").startswith("zb")
+                )
+            ),
             "--moe-router-load-balancing-type global_aux_loss and --mtp-use-repeated-layer exclude "
             "each other: the loss counts one pass of each layer in a micro-batch; use "
             "aux_loss": lambda c: (
