@@ -84,7 +84,6 @@ SMALL_FILES: dict[str, str] = {
     "megatron/core/dist_checkpointing/key_names.py": "modules read it without importing formats",
     "megatron/training/compat/names.py": "the table of import paths, which has few entries",
     "megatron/core/fusions/adam_step.py": "kernels of CPU and GPU share it without importing both",
-    "megatron/core/models/mamba/mamba_layer_specs.py": _OF_MEGATRON,
     "megatron/core/process_memory.py": "imports no torch: programs that prepare data read it",
     "megatron/core/rank_local.py": _IN_ALL,
     "megatron/core/registry.py": _IN_ALL,
