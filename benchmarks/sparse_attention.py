@@ -73,6 +73,8 @@ def layers(tokens: int, topk: int) -> dict[str, Callable[[Tensor], Tensor]]:
         layernorm_epsilon=1e-6,
         add_bias_linear=False,
         attention_dropout=0.0,
+        masked_softmax_fusion=True,  # as on the command line
+        apply_rope_fusion=True,
         experimental_attention_variant="dsa",
         dsa_indexer_topk=topk,
         dsa_indexer_n_heads=HEADS // 2,

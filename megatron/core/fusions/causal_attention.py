@@ -47,8 +47,11 @@ class _CausalAttention(Function[Tensor]):
             for i, (start, stop) in enumerate(_blocks(q.shape[1])):
                 scores = torch.bmm(wide_q[:, start:stop], keys_by_query[:, :, :stop])
                 if masks and (mask := masks[i]) is not None:
-                    of_heads = mask.repeat_interleave(query.shape[2], 0)[heads]
-                    scores.masked_fill_(~of_heads, -math.inf)
+                    # A sum takes a quarter of the time of masked_fill_ on all heads.
+                    hiding = torch.zeros_like(mask, dtype=wide).masked_fill_(~mask, -math.inf)
+                    if len(mask) > 1:
+                        hiding = hiding.repeat_interleave(query.shape[2], 0)[heads]
+                    scores.add_(hiding)
                 probs = _causal_softmax(scores, start, q.dtype, fused=fused)
                 kept.append(probs)
                 if dropout > 0:

@@ -56,6 +56,24 @@ def test_bf16_is_no_further_from_the_truth_than_the_kernel() -> None:
     assert error < 1.5 * (kernel.permute(2, 0, 1, 3) - truth).norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [False, True])
+def test_masks_of_blocks_hide_keys(dtype: torch.dtype, fused: bool) -> None:
+    seen = (torch.rand(B, S, S) < 0.4) | torch.eye(S).bool()
+    seen[:, :4] = True
+    masks = [None, seen[:, 4:8, :8], seen[:, 8:]]
+    ours, plain = inputs(4, dtype), inputs(4, dtype)
+    out = causal_attention(*ours, 0.3, fused=fused, masks=masks)
+    q, k, v = (x.permute(1, 2, 0, 3).to(torch.float64) for x in plain)
+    scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(~seen.tril().unsqueeze(1), -torch.inf)
+    expected = (scores.softmax(-1) @ v).permute(2, 0, 1, 3).to(dtype)
+    torch.testing.assert_close(out, expected, **tolerances.of(dtype))
+    for result in (out, expected):
+        result.sum().backward()
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, **tolerances.of(dtype))
+
+
 def test_values_may_be_wider_than_keys() -> None:
     q, k, _ = inputs(4, torch.float64)
     v = torch.randn(S, B, N, 3, dtype=torch.float64, requires_grad=True)
