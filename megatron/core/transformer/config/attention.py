@@ -311,13 +311,11 @@ class SparseAttentionConfig:
     dsa_indexer_rotate_activation: bool = _network(
         True,
         "Do not rotate the indexer's queries and keys by a Hadamard matrix.",
-        aliases=("--disable-dsa-indexer-rotate-activation",),
         ignored="this rotation changes no product of queries and keys, which are not quantized",
     )
     dsa_indexer_scoring_relu: bool = _network(
         True,
         "Add the indexer's products of queries and keys without a ReLU before the sum over heads.",
-        aliases=("--disable-dsa-indexer-scoring-relu",),
     )
     dsa_indexer_topk_freq: int = _network(
         1,
