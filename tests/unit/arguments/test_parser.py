@@ -154,7 +154,7 @@ def test_help_explains_a_topic_and_what_a_word_has_to_do_with(
     assert {"--lora-rank", "--lora-alpha"} <= adapters
     assert "--lr" not in adapters
     assert flags_in(told(capsys, "learning", "rate")) >= {"--lr", "--min-lr"}
-    assert flags_in(told(capsys, "mrope")) == {"--mrope-section"}
+    assert flags_in(told(capsys, "mrope")) == {"--mrope-section", "--mrope-interleaved"}
     assert "flags have to do with size; --help FLAG" in told(capsys, "size")
     assert "--help epohcs: no flag has to do with it" in told(capsys, "epohcs")
     assert "no flag has to do with it: use --load" in told(capsys, "resume-from-checkpoint")

@@ -61,7 +61,6 @@ _FLAGS_NEEDED = parse_table(
 --experimental-attention-variant dsa | dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
     dsa_indexer_loss_coeff dsa_indexer_k_norm_epsilon dsa_indexer_rope_interleaved
     dsa_indexer_topk_freq dsa_indexer_skip_topk_offset
---dsa-indexer-loss-coeff | dsa_indexer_use_sparse_loss
 --enable-mhc-connections | mhc_num_residual_streams mhc_init_gating_factor mhc_sinkhorn_iterations
     mhc_recompute_layer_num
 --mtp-num-layers | mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads
@@ -272,6 +271,7 @@ _NEEDS: dict[str, Callable[[Settings], object]] = {
     "inference_dynamic_batching_buffer_size_gb inference_logging_step_interval": lambda c: (
         c.perform_rl_step or not c.trains
     ),
+    "--dsa-indexer-loss-coeff | dsa_indexer_use_sparse_loss": lambda c: c.dsa_indexer_loss_coeff,
     "--distributed-backend nccl | high_priority_stream_groups nccl_communicator_config_path "
     "nccl_ub": lambda c: c.distributed_backend in (None, "nccl"),
     "--context-parallel-size of 2 or more | cp_comm_type": lambda c: (
