@@ -220,7 +220,7 @@ def test_no_bit_of_the_teacher_changes(teachers: Path, precision: list[str]) -> 
         ),
         (
             "--export-kd-teacher-load LARGE --export-kd-cfg KD",
-            "hidden size 32 of the student and 64 of the teacher",
+            "hidden states of width 32 of the student and 64 of the teacher",
         ),
         (
             "--export-kd-teacher-load ALIKE --export-kd-cfg KD --recompute-granularity full "

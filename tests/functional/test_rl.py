@@ -334,7 +334,7 @@ def test_the_engine_has_the_weights_of_training(sharding: str, tmp_path: Path) -
 @pytest.mark.feature("RL: adapters are trained with their base as the reference policy")
 def test_adapters_train_alike_in_every_layout(pretrained: Path, tmp_path: Path) -> None:
     adapters = "--lora-rank 4 --lora-target-modules all-linear word_embeddings"
-    flags = f"--load {pretrained} {adapters} --lr 0.05 --min-lr 0.05".split()
+    flags = f"--load {pretrained} {adapters} --grpo-kl-beta 0.1 --lr 0.05 --min-lr 0.05".split()
     save = ["--save", str(tmp_path / "saved"), "--exit-interval", "3"]
     first = run_rl(tmp_path / "first", *flags, *save)
     assert first[0]["kl"] == 0

@@ -239,7 +239,9 @@ def differences(pair: Pair, folder: Path) -> list[str]:
         line = allowed(pair.saved)
         if {"lion", "muon", "muon-nesterov"} & pair.saved.features:
             # They move as far where a gradient is noise, and by another sign: twice a rate or so.
-            line["weight"] = max(line["weight"], 6e-3)
+            # Scales of fp8 gradients follow the micro-batches of a rank: all directions are noise.
+            has_codes = any(FEATURES[name].group == "codes" for name in pair.saved.features)
+            line["weight"] = max(line["weight"], 4e-2 if has_codes else 6e-3)
         wrong = _different_steps(saved, loaded, line)
     return wrong
 

@@ -351,7 +351,8 @@ class TransformerLayer(ResidualLayer):
             **more,
         )
         norms = self.input_layernorm, getattr(self, "post_self_attn_layernorm", None)
-        connection = self.self_attention_hyper_connection
+        # A project's layer may have been built without our constructor.
+        connection = getattr(self, "self_attention_hyper_connection", None)
         hidden_states = self.add_part(attend, hidden_states, norms, self.self_attn_bda, connection)
         if self.has_cross_attention:
             hidden_states = self.add_cross_attention(
@@ -396,7 +397,7 @@ class TransformerLayer(ResidualLayer):
         run = partial(checkpoint, mlp, False) if self.recompute_mlp and self.training else mlp
         has_mask = padding_mask is not None and isinstance(self.mlp, MoELayer)
         masks = (padding_mask,) if has_mask else ()
-        more = self.mlp_bda, self.mlp_hyper_connection
+        more = self.mlp_bda, getattr(self, "mlp_hyper_connection", None)
         return self.add_part(lambda x: run(x, *masks), hidden_states, norms, *more)
 
     def capture_parts(self, *, whole: bool) -> tuple[LayerRun | None, LayerRun | None]:

@@ -208,6 +208,6 @@ def test_experts_that_no_family_has_are_refused(flag: str, value: str) -> None:
         "--num-experts 4 --swiglu --normalization RMSNorm --disable-bias-linear "
         f"--position-embedding-type rope --untie-embeddings-and-output-weights {flag} {value}"
     )
-    name = flag if flag == "--moe-latent-size" else f"moe_router_score_function {value}"
+    name = f"{flag[2:].replace('-', '_')} {value}"
     with pytest.raises(CheckpointError, match=f"nearest, MixtralForCausalLM has no .*{name}"):
         hf.choose_family(shape_of(run, 100), None)
